@@ -1,0 +1,1 @@
+"""draftmill: from conversations to a measured EAGLE-3 draft model."""
