@@ -1,0 +1,39 @@
+set positional-arguments
+
+# What can be done here
+default:
+    @just --list
+
+# Make .venv: the locked CPU stack, the patched speculators, the demo's data and draftmill itself
+setup:
+    @PYTHONPATH=src uv run --quiet --no-project --python 3.12 python -m draftmill.environment
+
+# The whole pipeline on a small real model, on the CPU: ends with runs/demo/report.html
+demo *arguments: setup
+    @.venv/bin/draftmill run "$@"
+
+# Resolve lockfiles/pylock.*.toml anew from lockfiles/pins.toml
+lock: setup
+    @.venv/bin/draftmill pins lock
+
+# Fail when a lock is stale
+pins: setup
+    @.venv/bin/draftmill pins check
+
+# Check the patches: format, headers, series, and that all apply
+patches: setup
+    @.venv/bin/draftmill patches check
+
+# Style, types, pins and patches
+lint: setup pins patches
+    .venv/bin/ruff check .
+    .venv/bin/ruff format --check .
+    .venv/bin/mypy
+
+# Everything that CI runs
+test *arguments: lint
+    .venv/bin/python -m pytest --cov=draftmill --cov-report=term "$@"
+
+# The tests that take seconds
+test-unit *arguments: setup
+    .venv/bin/python -m pytest tests/unit "$@"
