@@ -1,7 +1,8 @@
-"""Run a command, and turn its failure into an error that quotes its last lines."""
+"""Run a command: quietly, with an error that quotes its last lines, or in the foreground, with our signals passed on."""
 
 import os
 import shlex
+import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -45,3 +46,21 @@ def run(
         tail = "\n".join((done.stdout + done.stderr).strip().splitlines()[-QUOTED_LINES:])
         raise ProcessError(f"`{shlex.join(words)}` ended with {done.returncode}:\n{tail}", next_step=next_step)
     return done.stdout
+
+
+def foreground(command: Sequence[str | Path]) -> int:
+    """Runs `command` on our terminal and returns its exit code; SIGINT and SIGTERM are passed on to it, once each.
+
+    The command gets a process group of its own, so that a terminal's Ctrl-C reaches it through us alone: a program that
+    saves its work on the first signal is not cut short by a second.
+    """
+    with subprocess.Popen([str(word) for word in command], process_group=0) as child:
+        previous = {
+            number: signal.signal(number, lambda received, _: child.send_signal(received))
+            for number in (signal.SIGINT, signal.SIGTERM)
+        }
+        try:
+            return child.wait()
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
