@@ -1,4 +1,4 @@
-"""Run a command: quietly, with an error that quotes its last lines, or in the foreground, with our signals passed on."""
+"""Run a command: quietly, quoting its last lines if it fails, or in the foreground, with our signals passed on."""
 
 import os
 import shlex
