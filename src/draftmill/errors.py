@@ -1,4 +1,6 @@
-"""Expected failures. Each says what happened, the likely cause and the next step, and has its own exit code."""
+"""Expected failures, which stop a run, each with its exit code; and findings, values that a check returns."""
+
+from dataclasses import dataclass
 
 
 class DraftmillError(Exception):
@@ -89,3 +91,29 @@ class Interrupted(DraftmillError):
     """Ctrl-C or SIGTERM: the run stopped at a point from which it resumes."""
 
     exit_code = 130
+
+
+class AuditError(DraftmillError):
+    """The contract audit reached no verdict: a side is missing, cannot be read, or holds no Python sources."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """Something that a check found to be otherwise than it should be: a value, since a check goes on to the next.
+
+    Args:
+        kind: which fault it is, in a few fixed words.
+        place: the file, shard, sample or patch that has it.
+        expected: what was to be there.
+        found: what was there.
+    """
+
+    kind: str
+    place: str
+    expected: str
+    found: str
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.kind}: expected {self.expected}, found {self.found}"
