@@ -1,4 +1,5 @@
 import hashlib
+import subprocess
 import zipfile
 from pathlib import Path
 
@@ -143,6 +144,15 @@ def test_a_bad_series_is_not_built(folder: Path, wheel: Path, tmp_path: Path) ->
     with pytest.raises(PatchError, match="unused"):
         patches.build(folder, wheel, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_the_tree_has_a_commit_a_patch(folder: Path, wheel: Path, tmp_path: Path) -> None:
+    out = patches.tree(folder, wheel, tmp_path / "tree", patches.read_series(folder))
+    assert "line ten" in (out / "src/speculators/a.py").read_text()
+    log = subprocess.run(["git", "log", "--format=%s"], cwd=out, capture_output=True, text=True, check=True).stdout
+    assert log.splitlines() == ["Say ten", wheel.name]
+    with pytest.raises(PatchError, match="not empty"):
+        patches.tree(folder, wheel, out, [])
 
 
 def test_a_users_git_settings_change_nothing(
