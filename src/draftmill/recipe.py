@@ -39,6 +39,7 @@ class Target(_Section):
     """The target model: a Hugging Face folder, or a GGUF file, which `prepare` turns into such a folder."""
 
     path: str
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     trust_remote_code: bool = False
 
 

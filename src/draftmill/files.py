@@ -1,0 +1,48 @@
+"""Files that appear whole or not at all, and what the file system refuses as an error that says what to do."""
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from draftmill.errors import DiskError
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Writes a file that appears whole or not at all."""
+    part = path.with_name(path.name + ".part")
+    with part.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    part.rename(path)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def disk_errors(place: Path, part: Path | None = None, also: type[Exception] = OSError) -> Iterator[None]:
+    """Turns what the file system refuses into a DiskError, and takes the unfinished file away.
+
+    Args:
+        also: how a library reports the same.
+    """
+    try:
+        yield
+    except (OSError, also) as error:
+        if part is not None:
+            part.unlink(missing_ok=True)
+        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "os error 28" in str(error)
+        raise DiskError(
+            f"cannot write to {place}: {'the disk is full' if full else error}",
+            cause="" if full else "the file system is read-only, or not ours to write",
+            next_step="make room and run the same command again: what was written is valid, and it resumes",
+        ) from error
