@@ -6,7 +6,7 @@ default:
 
 # Make .venv: the locked CPU stack, the patched speculators, the demo's data and draftmill itself
 setup:
-    @PYTHONPATH=src uv run --quiet --no-project --python 3.12 python -m draftmill.environment
+    @PYTHONPATH=src uv run --quiet --no-project python -m draftmill.environment
 
 # The whole pipeline on a small real model, on the CPU: ends with runs/demo/report.html
 demo *arguments: setup

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,27 @@ def write_whole(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
     part.rename(path)
     sync(path.parent)
+
+
+@contextlib.contextmanager
+def whole_folder(final: Path) -> Iterator[Path]:
+    """A fresh folder to write into, which replaces `final` when the block ends without an error.
+
+    Its files are on the disk before it does, so that a crash leaves the old folder or the new one.
+    """
+    work = final.with_name(f".{final.name}.part")
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    try:
+        yield work
+        for path in (*work.iterdir(), work):
+            sync(path)
+        if final.exists():
+            shutil.rmtree(final)
+        work.rename(final)
+        sync(final.parent)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
 
 
 def sync(path: Path) -> None:
