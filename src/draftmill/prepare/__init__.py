@@ -17,9 +17,9 @@ from draftmill import target
 from draftmill.errors import DataError, TargetError
 from draftmill.files import write_whole
 from draftmill.prepare import gguf
+from draftmill.prepare.answers import regenerate
 from draftmill.prepare.conversations import Conversation, Dropped, read
 from draftmill.prepare.masks import METHODS, Encoder, TemplateError
-from draftmill.prepare.regenerate import regenerate
 from draftmill.recipe import Recipe, Source, resolve
 from draftmill.tokens import TokenSample
 
@@ -99,7 +99,7 @@ def _encoder(recipe: Recipe) -> Encoder:
     folder = recipe.target_folder
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=recipe.target.trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # by which of its files is missing
         raise TargetError(
             f"the tokenizer in {folder} cannot be loaded: {error}",
             next_step="put the tokenizer's files beside the weights",

@@ -106,7 +106,7 @@ def _array(path: Path, keep_going: bool) -> Iterator[tuple[str, Any]]:
             place = f"{path}, near byte {file.tell():,}"
             if not keep_going:
                 raise DataError(
-                    f"{place}: {error}; {count:,} whole conversations come before it",
+                    f"{place}: {str(error).splitlines()[0]}; {count:,} whole conversations come before it",
                     cause="the file was cut off, or is no JSON array",
                     next_step="get the whole file, or keep what is whole with --keep-going",
                 ) from error
