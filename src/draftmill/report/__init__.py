@@ -1,0 +1,167 @@
+"""One page and one JSON file on a run: what came of it, from what, and how to have it again."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from importlib import resources
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict
+
+from draftmill.errors import StoreError
+from draftmill.files import disk_errors, write_whole
+from draftmill.report import figures, sources, toml
+from draftmill.report.machine import Machine, now, patch_digest, versions
+
+if TYPE_CHECKING:
+    from draftmill.recipe import Recipe
+
+COMMAND = "draftmill run --recipe recipe.toml"
+
+
+class Training(BaseModel):
+    """The end of the curves. `accuracy` a position: of the last validation, else of the last step."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    steps: int
+    loss: float | None
+    held_out_loss: float | None
+    held_out_acceptance_length: float | None
+    accuracy: list[float]
+    held_out: bool
+
+
+class Report(BaseModel):
+    """`report.json`. What a stage that has not run would give is None, and `missing` names that stage."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    run: str
+    written: str
+    acceptance_length: dict[str, float]
+    missing: list[str]
+    data: sources.Prepared | None
+    extraction: sources.Extraction | None
+    training: Training | None
+    evaluation: sources.Evaluation | None
+    layers: dict[str, list[int]]
+    versions: dict[str, str]
+    patches: str | None
+    digests: dict[str, str]
+    machine: Machine
+    recipe: dict[str, Any]
+    command: str = COMMAND
+
+
+def report(recipe: Recipe) -> None:
+    """Writes `report.html` and `report.json` from what the run's folder holds.
+
+    Raises:
+        StoreError: there is no such run, or a stage's file cannot be read.
+    """
+    folder = recipe.folder
+    if not folder.root.is_dir():
+        raise StoreError(
+            f"there is no run in {folder.root}", next_step="run draftmill run, or check [run] in the recipe"
+        )
+    points = sources.metrics(folder.metrics_jsonl)
+    found = gather(recipe, points)
+    with disk_errors(folder.report_html):
+        write_whole(folder.report_json, (found.model_dump_json(indent=2) + "\n").encode())
+        write_whole(folder.report_html, page(recipe, found, points).encode())
+    sys.stdout.write(f"wrote {folder.report_html} and {folder.report_json.name}\n")
+
+
+def gather(recipe: Recipe, points: list[sources.Point]) -> Report:
+    """Reads what the stages wrote."""
+    folder = recipe.folder
+    data = sources.Prepared.load(folder.prepared / "prepared.json")
+    extraction = sources.Extraction.load(folder.extraction_json)
+    evaluation = sources.Evaluation.load(folder.evaluation_json)
+    draft = sources.DraftConfig.load(folder.draft / "config.json")
+    store = sources.StoreManifest.load(folder.store_train / "manifest.json")
+    stages = {"prepare": data, "extract": extraction, "train": draft, "evaluate": evaluation}
+    layers = {
+        "store": list(store.layers.ids) if store else None,
+        "draft": draft.eagle_aux_hidden_state_layer_ids if draft else None,
+        "evaluation": list(evaluation.layers.ids) if evaluation else None,
+    }
+    digests = {
+        "target": evaluation.target_digest if evaluation else None,
+        "draft": evaluation.draft_digest if evaluation else None,
+        "dataset": store.dataset_digest if store else None,
+        "recipe": hashlib.sha256(toml.dumps(recipe).encode()).hexdigest(),
+    }
+    stack = versions()
+    return Report(
+        run=recipe.run.name,
+        written=now(),
+        acceptance_length={s.name: s.acceptance_length for s in evaluation.sets} if evaluation else {},
+        missing=[name for name, there in stages.items() if there is None],
+        data=data,
+        extraction=extraction,
+        training=training(points),
+        evaluation=evaluation,
+        layers={name: ids for name, ids in layers.items() if ids},
+        versions=stack,
+        patches=patch_digest(stack.get("speculators")),
+        digests={name: value for name, value in digests.items() if value},
+        machine=Machine.read(),
+        recipe=recipe.model_dump(),
+    )
+
+
+def training(points: list[sources.Point]) -> Training | None:
+    """Where the curves end."""
+    steps = [p for p in points if p.loss is not None]
+    held_out = [p for p in points if p.val_loss is not None]
+    if not steps:
+        return None
+    return Training(
+        steps=steps[-1].step,
+        loss=steps[-1].loss,
+        held_out_loss=held_out[-1].val_loss if held_out else None,
+        held_out_acceptance_length=held_out[-1].val_acceptance_length if held_out else None,
+        accuracy=held_out[-1].val_accuracy if held_out else steps[-1].accuracy,
+        held_out=bool(held_out),
+    )
+
+
+def page(recipe: Recipe, found: Report, points: list[sources.Point]) -> str:
+    """The HTML page, with its figures and style in it."""
+    import jinja2
+
+    text = resources.files("draftmill").joinpath("templates", "report.html.j2").read_text(encoding="utf-8")
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    environment.filters.update(n=thousands, size=size, words=words, title=figures.title)
+    evaluation = found.evaluation
+    return environment.from_string(text).render(
+        r=found,
+        e=evaluation,
+        recipe_toml=toml.dumps(recipe),
+        acceptance=figures.acceptance(evaluation.sets, evaluation.draft_tokens) if evaluation else None,
+        per_position=figures.per_position(evaluation.sets) if evaluation else None,
+        curves=figures.curves(points) if found.training else None,
+        one_contract=len({tuple(ids) for ids in found.layers.values()}) <= 1,
+    )
+
+
+def words(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def thousands(value: float) -> str:
+    """A count or rate for reading: 12,345; small rates keep a digit."""
+    return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:,.1f}"
+
+
+def size(count: int) -> str:
+    """Bytes for reading, in powers of 1024."""
+    value, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while value >= 1024 and len(units) > 1:
+        value, units = value / 1024, units[1:]
+    return f"{value:.0f} {units[0]}" if units[0] == "B" else f"{value:.1f} {units[0]}"
