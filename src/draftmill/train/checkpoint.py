@@ -1,0 +1,152 @@
+"""Checkpoints: everything that a step depends on, in a folder that appears whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from draftmill.errors import DiskError, TrainingError
+from draftmill.train.folders import whole_folder
+from draftmill.train.order import Position
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_STATE = "state.pt"
+_INDEX = "checkpoint.json"
+_PREFIX = "step-"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A state after `step` whole steps; `position` is the next pack to train on.
+
+    `tensors` holds the trained weights, the optimiser's state and the random generators', as `torch.save` takes them.
+    """
+
+    step: int
+    position: Position
+    seconds: float
+    tensors: Mapping[str, Any]
+
+
+def save(folder: Path, checkpoint: Checkpoint, *, identity: Mapping[str, object], keep: int) -> Path:
+    """Writes a checkpoint into `folder` and then deletes all but the newest `keep`.
+
+    Args:
+        identity: what the run is; `load` refuses a checkpoint of another.
+
+    Raises:
+        DiskError: it cannot be written; the earlier ones are as they were.
+    """
+    import torch
+
+    final = folder / f"{_PREFIX}{checkpoint.step:08d}"
+    try:
+        with whole_folder(final) as work:
+            torch.save(dict(checkpoint.tensors), work / _STATE)
+            index = {
+                "step": checkpoint.step,
+                "epoch": checkpoint.position.epoch,
+                "cursor": checkpoint.position.cursor,
+                "seconds": checkpoint.seconds,
+                "sha256": _digest(work / _STATE),
+                "identity": identity,
+            }
+            (work / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    except (OSError, RuntimeError) as error:  # torch.save reports a full disk as a RuntimeError
+        raise DiskError(
+            f"cannot write the checkpoint of step {checkpoint.step} to {folder}: {error}",
+            cause="the disk is full",
+            next_step="free some space and run again: training goes on from the checkpoint before",
+        ) from error
+    for old in _found(folder)[:-keep]:
+        shutil.rmtree(old)
+    return final
+
+
+def load(folder: Path, *, identity: Mapping[str, object]) -> Checkpoint | None:
+    """The newest checkpoint in `folder`, or None when there is none.
+
+    Raises:
+        TrainingError: it is another run's, or damaged.
+    """
+    import torch
+
+    found = _found(folder)
+    if not found:
+        return None
+    newest = found[-1]
+    damaged = TrainingError(
+        f"the checkpoint {newest} is damaged",
+        cause="a file of it was cut off or changed",
+        next_step="delete that folder and run again: training goes on from the one before",
+    )
+    try:
+        index = json.loads((newest / _INDEX).read_text(encoding="utf-8"))
+        intact = index["sha256"] == _digest(newest / _STATE)
+    except (OSError, ValueError, KeyError) as error:
+        raise damaged from error
+    if not intact:
+        raise damaged
+    _same(newest, index["identity"], identity)
+    return Checkpoint(
+        step=index["step"],
+        position=Position(epoch=index["epoch"], cursor=index["cursor"]),
+        seconds=index["seconds"],
+        tensors=torch.load(newest / _STATE, map_location="cpu", weights_only=True),
+    )
+
+
+def state_of(optimiser: Any, trained: Mapping[str, Tensor]) -> dict[str, Any]:
+    """What a step depends on beside the data: trained weights, the optimiser's state, the random generators' states."""
+    import torch
+
+    state = {
+        "model": {name: value.detach().cpu() for name, value in trained.items()},
+        "optimiser": optimiser.state_dict(),
+        "rng": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        state["rng_cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def restore(state: Mapping[str, Any], optimiser: Any, trained: Mapping[str, Tensor]) -> None:
+    """Puts back what `state_of` took."""
+    import torch
+
+    with torch.no_grad():
+        for name, value in trained.items():
+            value.copy_(state["model"][name])
+    optimiser.load_state_dict(state["optimiser"])
+    torch.set_rng_state(state["rng"])
+    if "rng_cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["rng_cuda"])
+
+
+def _same(path: Path, theirs: Mapping[str, object], ours: Mapping[str, object]) -> None:
+    # Through JSON, so that a tuple equals the list that it is read back as.
+    wanted = json.loads(json.dumps(ours))
+    different = sorted(key for key in {*theirs, *wanted} if theirs.get(key) != wanted.get(key))
+    if different:
+        rows = "\n".join(f"  {key}: {theirs.get(key)} there, {wanted.get(key)} now" for key in different)
+        raise TrainingError(
+            f"the checkpoint {path} is another run's:\n{rows}",
+            cause="the recipe, the data or the target changed after training began",
+            next_step="give the run another name, or delete its checkpoints to begin anew",
+        )
+
+
+def _found(folder: Path) -> list[Path]:
+    return sorted(p for p in folder.glob(f"{_PREFIX}*") if p.is_dir())
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,227 @@
+"""The training loop: steps, validation, checkpoints, and a stop at any step."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from draftmill.errors import Interrupted, TrainingError
+from draftmill.train import checkpoint, loss, order, schedule, ttt
+from draftmill.train.record import Record
+from draftmill.train.signals import StopRequest
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from draftmill.recipe import Recipe
+    from draftmill.train.data import Samples
+
+_BETAS = (0.9, 0.95)
+
+
+@dataclass(kw_only=True)
+class Run:
+    """All that a run of the loop works on. `identity` says what the run is, for its checkpoints."""
+
+    recipe: Recipe
+    model: Any
+    train: Samples
+    held_out: Samples | None
+    head: Tensor | None  # the target's output embedding, [V, H]; needed to validate
+    identity: Mapping[str, object]
+    device: torch.device
+    step: int = 0
+    position: order.Position = field(default_factory=order.Position)
+    seconds: float = 0.0
+    last_validation: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        import torch
+
+        self.model.to(self.device)
+        self.trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        # Decay pulls matrices towards zero; a norm's scale is meant to be near one.
+        groups = [
+            {"params": [p for p in self.trained.values() if p.ndim > 1], "weight_decay": self.settings.weight_decay},
+            {"params": [p for p in self.trained.values() if p.ndim <= 1], "weight_decay": 0.0},
+        ]
+        self.optimiser = torch.optim.AdamW(groups, lr=self.settings.learning_rate, betas=_BETAS, fused=True)
+
+    @property
+    def settings(self) -> Any:
+        return self.recipe.train
+
+    def restore(self) -> bool:
+        """Goes back to the newest checkpoint; False when there is none.
+
+        Raises:
+            TrainingError: the checkpoint is another run's, or damaged.
+        """
+        found = checkpoint.load(self.recipe.folder.checkpoints, identity=self.identity)
+        if found is None:
+            return False
+        checkpoint.restore(found.tensors, self.optimiser, self.trained)
+        self.step, self.position, self.seconds = found.step, found.position, found.seconds
+        return True
+
+    def save(self) -> None:
+        """Writes a checkpoint of this moment."""
+        checkpoint.save(
+            self.recipe.folder.checkpoints,
+            checkpoint.Checkpoint(
+                step=self.step,
+                position=self.position,
+                seconds=self.seconds,
+                tensors=checkpoint.state_of(self.optimiser, self.trained),
+            ),
+            identity=self.identity,
+            keep=self.settings.keep_checkpoints,
+        )
+
+
+def run(state: Run) -> None:
+    """Trains from `state.step` to the recipe's last step, and leaves a checkpoint of it.
+
+    Raises:
+        Interrupted: SIGTERM or Ctrl-C came; the step was finished and a checkpoint written.
+        TrainingError: the loss or the gradient is no longer finite; the checkpoints are as they were.
+    """
+    settings, folder = state.settings, state.recipe.folder
+    packs = order.stream(
+        state.train.usable,
+        state.train.rows,
+        budget=settings.pack_tokens,
+        seed=state.recipe.run.seed,
+        start=state.position,
+    )
+    saved = state.step
+    with (
+        StopRequest() as stop,
+        Record(folder.metrics_jsonl, folder.tensorboard, start=state.step, steps=settings.steps) as record,
+    ):
+        while state.step < settings.steps and not stop.name:
+            samples, after = next(packs)
+            line = _step(state, samples)
+            state.position = after
+            if state.held_out and (state.step % settings.validate_steps == 0 or state.step == settings.steps):
+                state.last_validation = validate(state, state.held_out)
+                line |= state.last_validation
+            record.write(line, _scalars(line), _note(line))
+            if state.step % settings.checkpoint_steps == 0 or state.step == settings.steps:
+                state.save()
+                saved = state.step
+        if saved != state.step:
+            state.save()
+    if state.step < settings.steps:
+        raise Interrupted(
+            f"training stopped by {stop.name} after step {state.step} of {settings.steps}; a checkpoint is written",
+            next_step="run the same command again: it goes on from there",
+        )
+
+
+def _step(state: Run, samples: tuple[int, ...]) -> dict[str, Any]:
+    import torch
+
+    settings = state.settings
+    started = time.monotonic()
+    state.step += 1
+    rate = settings.learning_rate * schedule.factor(state.step, settings)
+    for group in state.optimiser.param_groups:
+        group["lr"] = rate
+    pack = state.train.pack(samples).to(state.device)
+    rows = ttt.plan(pack, settings.ttt_steps)
+    state.model.train()
+    with _precision(state.device):
+        outcome = loss.of_pack(state.model, pack, rows, steps=settings.ttt_steps, decay=settings.ttt_step_loss_decay)
+    state.optimiser.zero_grad()
+    outcome.loss.backward()  # type: ignore[no-untyped-call]
+    norm = torch.nn.utils.clip_grad_norm_(state.trained.values(), settings.clip_norm)
+    value, size = outcome.loss.item(), norm.item()
+    if not (math.isfinite(value) and math.isfinite(size)):
+        raise TrainingError(
+            f"step {state.step}: the loss is {value} and the gradient's norm {size}; samples {list(samples)}",
+            cause="the learning rate is too high, or those samples are unlike the rest",
+            next_step="lower train.learning_rate under another run name; the checkpoints before this step are kept",
+        )
+    state.optimiser.step()
+    elapsed = time.monotonic() - started
+    state.seconds += elapsed
+    tokens = len(pack.input_ids)
+    return {
+        "step": state.step,
+        "epoch": state.position.epoch,
+        "loss": value,
+        "accuracy": _shares(outcome.accepted.sum(1), outcome.eligible.sum(1)),
+        "learning_rate": rate,
+        "grad_norm": size,
+        "tokens": tokens,
+        "supervised": len(rows.supervised),
+        "tokens_per_second": tokens / max(elapsed, 1e-9),
+        "seconds": state.seconds,
+    }
+
+
+def validate(state: Run, samples: Samples) -> dict[str, Any]:
+    """Loss, accuracy by position and acceptance length on samples that no step trains on.
+
+    A guess is right when it is the target's own first choice of its whole vocabulary. Accuracy of position k is the
+    share of starts whose guesses up to k are all right, as vLLM counts acceptance by position.
+    """
+    import torch
+
+    settings = state.settings
+    steps = max(settings.ttt_steps, state.recipe.evaluate.draft_tokens)
+    total = torch.zeros(settings.ttt_steps, dtype=torch.float64)
+    weight = torch.zeros(settings.ttt_steps, dtype=torch.float64)
+    right, possible = torch.zeros(steps, dtype=torch.long), torch.zeros(steps, dtype=torch.long)
+    gained = verifications = 0
+    state.model.eval()
+    with torch.no_grad(), _precision(state.device):
+        for indices in order.packs(samples.usable, samples.rows, settings.pack_tokens):
+            pack = samples.pack(indices).to(state.device)
+            rows = ttt.plan(pack, steps)
+            assert state.head is not None
+            truth = loss.target_choice(state.head, pack, rows)
+            outcome = loss.of_pack(state.model, pack, rows, steps=steps, decay=1.0, truth=truth)
+            for k in range(settings.ttt_steps):
+                total[k] += outcome.step_losses[k].double().cpu() * len(rows.starts[k])
+                weight[k] += len(rows.starts[k])
+            right += outcome.accepted.sum(1).cpu()
+            possible += outcome.eligible.sum(1).cpu()
+            tokens, times = loss.acceptance_walk(outcome.accepted.cpu(), outcome.eligible.cpu(), rows)
+            gained, verifications = gained + tokens, verifications + times
+    decay = torch.tensor([settings.ttt_step_loss_decay**k for k in range(settings.ttt_steps)], dtype=torch.float64)
+    return {
+        "val_loss": float((decay * total / weight.clamp(min=1)).sum()),
+        "val_accuracy": _shares(right, possible),
+        "val_acceptance_length": gained / max(verifications, 1),
+    }
+
+
+def _precision(device: torch.device) -> Any:
+    """float32 on the CPU; on a GPU bfloat16 products over float32 weights, with the loss in float32 either way."""
+    import torch
+
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda")
+
+
+def _shares(part: Tensor, whole: Tensor) -> list[float]:
+    return [a / b if b else 0.0 for a, b in zip(part.tolist(), whole.tolist(), strict=True)]
+
+
+def _scalars(line: Mapping[str, Any]) -> dict[str, float]:
+    """A line's values under TensorBoard's names, positions counted from 1."""
+    named = {f"train/{key}": line[key] for key in ("loss", "learning_rate", "grad_norm", "tokens_per_second")}
+    named |= {f"train/accuracy_position_{k}": value for k, value in enumerate(line["accuracy"], start=1)}
+    if "val_loss" in line:
+        named |= {"val/loss": line["val_loss"], "val/acceptance_length": line["val_acceptance_length"]}
+        named |= {f"val/accuracy_position_{k}": value for k, value in enumerate(line["val_accuracy"], start=1)}
+    return named
+
+
+def _note(line: Mapping[str, Any]) -> str:
+    return f"loss {line['loss']:.3f}  accuracy {line['accuracy'][0]:.1%}  {line['tokens_per_second']:.0f} tokens/s"

@@ -1,0 +1,229 @@
+"""EAGLE-3's training-time test (TTT): the draft's forward pass over its own outputs, and the loss over it.
+
+A pack's row i holds (x_{i+1}, g_i, y_{i+1}, l_{i+1}): the next token, the target's hidden states before it, the
+target's last hidden state after it, and whether it is supervised. From row i the draft predicts x_{i+2}, then, fed its
+own hidden state and the true x_{i+2}, predicts x_{i+3}, and so on for `steps` steps, as serving does while every guess
+is right. In step k the row attends to the first step's keys of its own sample up to itself, and to its own keys of
+steps 1 to k.
+
+Written over the draft's modules and not over its `forward`, for two reasons. Rows that no loss reads cost only the keys
+and values that others attend to, and the vocabulary is touched for supervised rows alone. And a step never reads a
+token, a mask or a target of the neighbour in the pack: the last rows of a sample have fewer steps instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import torch
+    from torch import Tensor
+
+    KeysValues = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pack:
+    """Whole samples laid end to end and shifted: a sample of T tokens gives T - 1 rows; R rows in all."""
+
+    input_ids: Tensor  # int64 [R]: x_{i+1}
+    hidden_states: Tensor  # float [R, 3 * H]: g_i, the contract's layers side by side
+    last_hidden_state: Tensor  # float [R, H]: y_{i+1}
+    loss_mask: Tensor  # bool [R]: l_{i+1}
+    lengths: tuple[int, ...]  # rows of each sample, in order
+
+    def to(self, device: torch.device) -> Pack:
+        return Pack(
+            input_ids=self.input_ids.to(device, non_blocking=True),
+            hidden_states=self.hidden_states.to(device, non_blocking=True),
+            last_hidden_state=self.last_hidden_state.to(device, non_blocking=True),
+            loss_mask=self.loss_mask.to(device, non_blocking=True),
+            lengths=self.lengths,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Document:
+    """One sample's part of a pack: its rows, and which of the queries are its own."""
+
+    rows: slice
+    queries: slice
+    mask: Tensor  # bool [queries, rows]: the row is not after the query
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Which rows a loss reads. Row numbers are in the pack; places are in `active` and `supervised`."""
+
+    active: Tensor  # int64 [A]: rows from which at least one step is supervised
+    supervised: Tensor  # int64 [U]: rows whose y is a target
+    starts: list[Tensor]  # per step, int64 [S_k]: places in `active` of the supervised starts
+    targets: list[Tensor]  # per step, int64 [S_k]: places in `supervised` of their targets
+    every_row: list[Document]  # queries are all rows
+    active_rows: list[Document]  # queries are the active rows
+
+
+def plan(pack: Pack, steps: int) -> Plan:
+    """Finds the rows that a loss over `steps` steps reads: in step k from row i, target i + k of the same sample."""
+    import torch
+
+    mask = pack.loss_mask
+    count = mask.shape[0]
+    rows = torch.arange(count, device=mask.device)
+    lengths = torch.tensor(pack.lengths, device=mask.device)
+    document = torch.repeat_interleave(torch.arange(len(pack.lengths), device=mask.device), lengths)
+    reads = torch.zeros(steps, count, dtype=torch.bool, device=mask.device)
+    for k in range(min(steps, count)):
+        reads[k, : count - k] = mask[k:] & (document[k:] == document[: count - k])
+    active = reads.any(0).nonzero().squeeze(1)
+    supervised = mask.nonzero().squeeze(1)
+    place_active = torch.zeros(count, dtype=torch.long, device=mask.device).scatter_(0, active, rows[: len(active)])
+    place_target = torch.zeros(count, dtype=torch.long, device=mask.device).scatter_(
+        0, supervised, rows[: len(supervised)]
+    )
+    starts = [reads[k].nonzero().squeeze(1) for k in range(steps)]
+    return Plan(
+        active=active,
+        supervised=supervised,
+        starts=[place_active[s] for s in starts],
+        targets=[place_target[s + k] for k, s in enumerate(starts)],
+        every_row=_documents(rows, pack.lengths),
+        active_rows=_documents(active, pack.lengths),
+    )
+
+
+def _documents(queries: Tensor, lengths: Sequence[int]) -> list[Document]:
+    import torch
+
+    found = []
+    end = 0
+    for length in lengths:
+        begin, end = end, end + length
+        bounds = torch.tensor([begin, end], device=queries.device)
+        first, last = torch.searchsorted(queries, bounds).tolist()
+        if first == last:
+            continue
+        rows = torch.arange(begin, end, device=queries.device)
+        mask = rows[None, :] <= queries[first:last, None]
+        found.append(Document(rows=slice(begin, end), queries=slice(first, last), mask=mask))
+    return found
+
+
+def unroll(model: Any, pack: Pack, rows: Plan, steps: int) -> Iterator[Tensor]:
+    """The draft's hidden states of each step at the active rows, after its final norm: [A, H], `steps` times.
+
+    Args:
+        model: an `Eagle3DraftModel`.
+    """
+    import torch
+
+    positions = positions_of(pack)
+    hidden = model.fc(pack.hidden_states)
+    first: list[KeysValues] = []
+    later: list[list[KeysValues]] = [[] for _ in model.layers]
+    tokens = torch.nn.functional.pad(pack.input_ids, (0, steps))
+    for k in range(steps):
+        at = rows.active
+        embeds = model.embed_tokens(pack.input_ids if k == 0 else tokens[at + k])
+        rotary = model.rotary_emb(hidden, (positions if k == 0 else positions[at] + k)[None])
+        for number, layer in enumerate(model.layers):
+            last = number == len(model.layers) - 1
+            # In the first step every row has keys that others attend to; queries are needed where a loss reads them.
+            chosen = at if k == 0 and last else None
+            documents = rows.every_row if k == 0 and not last else rows.active_rows
+            inputs, residual = _normed(layer, number, embeds, hidden)
+            keys_values = _keys_values(layer.self_attn, inputs, rotary)
+            if k == 0:
+                first.append(keys_values)
+                own: list[KeysValues] = []
+            else:
+                later[number].append(keys_values)
+                own = later[number]
+            query = _queries(layer.self_attn, inputs, rotary, chosen)
+            attended = _attend(query, first[number], own, documents, layer.self_attn.scaling)
+            residual = residual if chosen is None else residual[chosen]
+            hidden = residual + layer.self_attn.o_proj(attended)
+            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        yield model.norm(hidden)
+
+
+def positions_of(pack: Pack) -> Tensor:
+    """int64 [R]: each row's place in its own sample, from 0, as serving numbers the target's positions."""
+    import torch
+
+    device = pack.input_ids.device
+    return torch.cat([torch.arange(length, device=device) for length in pack.lengths])
+
+
+def _normed(layer: Any, number: int, embeds: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """A layer's attention input and its residual. The first layer reads the token's embedding beside the hidden
+    state.
+    """
+    import torch
+
+    if number > 0:
+        return layer.input_layernorm(hidden), hidden
+    normed = layer.hidden_norm(hidden)
+    residual = normed if layer.norm_before_residual else hidden
+    return torch.cat([layer.input_layernorm(embeds), normed], dim=-1), residual
+
+
+def _keys_values(attention: Any, inputs: Tensor, rotary: tuple[Tensor, Tensor]) -> KeysValues:
+    """Rotated keys and values, both [rows, KV heads, head dim]."""
+    heads = (inputs.shape[0], -1, attention.head_dim)
+    return _rotate(attention.k_proj(inputs).view(heads), rotary), attention.v_proj(inputs).view(heads)
+
+
+def _queries(attention: Any, inputs: Tensor, rotary: tuple[Tensor, Tensor], chosen: Tensor | None) -> Tensor:
+    """Rotated queries of the chosen rows, [rows, heads, head dim]."""
+    if chosen is not None:
+        inputs = inputs[chosen]
+        rotary = (rotary[0][:, chosen], rotary[1][:, chosen])
+    return _rotate(attention.q_proj(inputs).view(inputs.shape[0], -1, attention.head_dim), rotary)
+
+
+def _rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    import torch
+
+    cos, sin = (part[0, :, None].to(x.dtype) for part in rotary)
+    half = x.shape[-1] // 2
+    return x * cos + torch.cat([-x[..., half:], x[..., :half]], dim=-1) * sin
+
+
+def _attend(
+    query: Tensor, first: KeysValues, own: list[KeysValues], documents: list[Document], scaling: float
+) -> Tensor:
+    """Attention of each query to the first step's keys of its sample up to itself, and to its own row's later keys.
+
+    Args:
+        query: [Q, heads, head dim].
+        first: keys and values of every row, [R, KV heads, head dim].
+        own: those of the later steps, a row a query, [Q, KV heads, head dim] each.
+
+    Returns:
+        [Q, heads * head dim].
+    """
+    import torch
+
+    count, heads, size = query.shape
+    shared = first[0].shape[1]
+    query = query.view(count, shared, heads // shared, size) * scaling
+    diagonal = [(query * key[:, :, None]).sum(-1, keepdim=True) for key, _ in own]
+    pieces = []
+    for document in documents:
+        part = query[document.queries].transpose(0, 1)  # [KV heads, queries, group, head dim]
+        keys, values = (x[document.rows].transpose(0, 1) for x in first)  # [KV heads, rows, head dim]
+        scores = (part.flatten(1, 2) @ keys.transpose(1, 2)).view(*part.shape[:3], -1)
+        scores = scores.masked_fill(~document.mask[None, :, None], -torch.inf)
+        extra = [x[document.queries].transpose(0, 1) for x in diagonal]
+        weights = torch.cat([scores, *extra], dim=-1).softmax(-1, dtype=torch.float32).to(values.dtype)
+        length = keys.shape[1]
+        mixed = (weights[..., :length].flatten(1, 2) @ values).view(part.shape)
+        for j, (_, value) in enumerate(own):
+            mine = value[document.queries].transpose(0, 1)[:, :, None]
+            mixed = mixed + weights[..., length + j, None] * mine
+        pieces.append(mixed.transpose(0, 1).flatten(1))
+    return torch.cat(pieces)

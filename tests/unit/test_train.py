@@ -1,0 +1,254 @@
+"""Training's parts that need no model: order, vocabulary, schedule, checkpoints, the record."""
+
+import json
+import os
+import shutil
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from draftmill.errors import DiskError, StoreError, TrainingError
+from draftmill.recipe import Train
+from draftmill.train import checkpoint, loss, order, record, schedule, ttt, vocabulary
+from draftmill.train.folders import whole_folder
+
+lengths = st.lists(st.integers(1, 50), min_size=1, max_size=40)
+
+
+@given(rows=lengths, budget=st.integers(1, 120), seed=st.integers(0, 9), epoch=st.integers(0, 3))
+def test_every_sample_is_in_exactly_one_pack_within_the_budget(
+    rows: list[int], budget: int, seed: int, epoch: int
+) -> None:
+    shuffled = order.shuffled(range(len(rows)), seed=seed, epoch=epoch)
+    packs = order.packs(shuffled, rows, budget)
+    assert [index for pack in packs for index in pack] == shuffled
+    assert sorted(shuffled) == list(range(len(rows)))
+    assert all(sum(rows[i] for i in pack) <= budget or len(pack) == 1 for pack in packs)
+
+
+@given(rows=lengths, budget=st.integers(1, 120), seed=st.integers(0, 9), skip=st.integers(0, 60))
+def test_the_stream_goes_on_from_any_position(rows: list[int], budget: int, seed: int, skip: int) -> None:
+    def packs(start: order.Position) -> list[tuple[tuple[int, ...], order.Position]]:
+        found = order.stream(range(len(rows)), rows, budget=budget, seed=seed, start=start)
+        return list(islice(found, skip + 10))
+
+    whole = packs(order.Position())
+    start = whole[skip - 1][1] if skip else order.Position()
+    assert packs(start)[:10] == whole[skip : skip + 10]
+    per_epoch = sum(1 for _, position in whole if position.epoch == 0) + 1
+    if len(whole) >= per_epoch:
+        assert sorted(i for pack, _ in whole[:per_epoch] for i in pack) == list(range(len(rows)))
+
+
+def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+    orders = [tuple(order.shuffled(range(30), seed=s, epoch=e)) for s in range(3) for e in range(3)]
+    assert len(set(orders)) == 9
+    assert order.shuffled(range(8), seed=0, epoch=0) == [5, 0, 3, 6, 4, 7, 2, 1]  # the same on every machine
+
+
+def counts(size: int, *samples: tuple[list[int], list[int]]) -> vocabulary.Counts:
+    found = vocabulary.Counts(size)
+    for ids, mask in samples:
+        found.add(torch.tensor(ids), torch.tensor(mask, dtype=torch.bool), name="a sample")
+    return found
+
+
+def test_the_draft_says_the_most_frequent_supervised_tokens() -> None:
+    found = counts(10, ([7, 7, 7, 5, 5, 9, 3, 3, 3], [1, 1, 1, 1, 1, 1, 0, 0, 0]))
+    chosen = vocabulary.choose(found, 4, [2])
+    assert chosen.ids == (2, 5, 7, 9)
+    assert chosen.coverage == 1.0
+    assert vocabulary.choose(found, 2, [2]).ids == (2, 7)
+    assert vocabulary.choose(found, 2, [2]).coverage == 0.5
+    # Ties: those that are seen unsupervised come first, then low ids.
+    assert vocabulary.choose(found, 6, [2]).ids == (0, 2, 3, 5, 7, 9)
+
+
+@given(ids=st.lists(st.integers(0, 39), min_size=1, max_size=80), size=st.integers(2, 40))
+def test_the_mappings_lead_from_each_vocabulary_to_the_other(ids: list[int], size: int) -> None:
+    found = counts(40, (ids, [1] * len(ids)))
+    chosen = vocabulary.choose(found, size, [])
+    t2d, d2t = chosen.mappings()
+    assert (t2d.dtype, d2t.dtype) == (torch.bool, torch.int64)
+    assert (torch.arange(size) + d2t).tolist() == list(chosen.ids) == t2d.nonzero().squeeze(1).tolist()
+    assert len(chosen.ids) == size == int(t2d.sum())
+
+
+def test_the_whole_vocabulary() -> None:
+    chosen = vocabulary.choose(counts(6, ([1, 5], [1, 1])), None, [2])
+    t2d, d2t = chosen.mappings()
+    assert chosen.ids == tuple(range(6))
+    assert bool(t2d.all())
+    assert d2t.tolist() == [0] * 6
+    assert chosen.coverage == 1.0
+
+
+@pytest.mark.parametrize("size", [7, 1])
+def test_an_impossible_vocabulary_is_refused(size: int) -> None:
+    with pytest.raises(TrainingError, match="not possible"):
+        vocabulary.choose(counts(6, ([1], [1])), size, [2, 3])
+
+
+@pytest.mark.parametrize("token", [-1, 6])
+def test_an_id_outside_the_vocabulary_names_the_sample(token: int) -> None:
+    with pytest.raises(StoreError, match="a sample holds token ids outside the target's vocabulary of 6"):
+        counts(6, ([1, token], [1, 1]))
+
+
+def test_the_schedules() -> None:
+    def rates(name: str) -> list[float]:
+        settings = Train.model_validate({"steps": 12, "warmup_steps": 2, "schedule": name})
+        return [schedule.factor(step, settings) for step in range(1, 13)]
+
+    for name in ("cosine", "linear", "constant"):
+        assert rates(name)[:3] == pytest.approx([1 / 3, 2 / 3, 1.0])
+    assert rates("constant")[2:] == [1.0] * 10
+    assert rates("linear")[2:] == pytest.approx([1 - k / 10 for k in range(10)])
+    cosine = rates("cosine")[2:]
+    assert cosine[5] == pytest.approx(0.5)
+    assert cosine == sorted(cosine, reverse=True)
+    assert 0 < cosine[-1] < 0.03
+
+
+def a_checkpoint(step: int) -> checkpoint.Checkpoint:
+    tensors = {"model": {"w": torch.full((3,), float(step))}, "optimiser": {"state": {}}, "rng": torch.get_rng_state()}
+    position = order.Position(epoch=step // 10, cursor=step % 10)
+    return checkpoint.Checkpoint(step=step, position=position, seconds=1.5 * step, tensors=tensors)
+
+
+IDENTITY = {"store": "abc", "train": {"steps": 9, "layers": (1, 2)}}
+
+
+def test_the_newest_checkpoint_comes_back_and_old_ones_go(tmp_path: Path) -> None:
+    assert checkpoint.load(tmp_path, identity=IDENTITY) is None
+    for step in (5, 12, 100):
+        checkpoint.save(tmp_path, a_checkpoint(step), identity=IDENTITY, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000012", "step-00000100"]
+    found = checkpoint.load(tmp_path, identity=IDENTITY)
+    assert found is not None
+    assert (found.step, found.position, found.seconds) == (100, order.Position(epoch=10, cursor=0), 150.0)
+    assert found.tensors["model"]["w"].tolist() == [100.0] * 3
+
+
+def test_a_checkpoint_of_another_run_is_refused_and_kept(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, a_checkpoint(5), identity=IDENTITY, keep=2)
+    with pytest.raises(TrainingError, match="store: abc there, xyz now"):
+        checkpoint.load(tmp_path, identity={**IDENTITY, "store": "xyz"})
+    assert (tmp_path / "step-00000005" / "state.pt").exists()
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "no index", "no state", "no json"])
+def test_a_damaged_checkpoint_is_named(damage: str, tmp_path: Path) -> None:
+    folder = checkpoint.save(tmp_path, a_checkpoint(5), identity=IDENTITY, keep=2)
+    state, index = folder / "state.pt", folder / "checkpoint.json"
+    content = state.read_bytes()
+    if damage == "cut":
+        state.write_bytes(content[:-7])
+    elif damage == "flip":
+        state.write_bytes(content[:99] + bytes([content[99] ^ 1]) + content[100:])
+    elif damage == "no json":
+        index.write_text("{")
+    else:
+        (index if damage == "no index" else state).unlink()
+    with pytest.raises(TrainingError, match="step-00000005 is damaged"):
+        checkpoint.load(tmp_path, identity=IDENTITY)
+
+
+def test_a_crash_while_writing_leaves_the_checkpoint_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint.save(tmp_path, a_checkpoint(5), identity=IDENTITY, keep=1)
+
+    def crash(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "rename", crash)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.save(tmp_path, a_checkpoint(6), identity=IDENTITY, keep=1)
+    found = checkpoint.load(tmp_path, identity=IDENTITY)
+    assert found is not None
+    assert found.step == 5
+    # A process that was killed leaves its unfinished folder, which nothing takes for a checkpoint.
+    shutil.copytree(tmp_path / "step-00000005", tmp_path / ".step-00000007.part")
+    found = checkpoint.load(tmp_path, identity=IDENTITY)
+    assert found is not None
+    assert found.step == 5
+
+
+def test_a_full_disk_keeps_the_checkpoint_before(small_disk: Path) -> None:
+    checkpoint.save(small_disk, a_checkpoint(5), identity=IDENTITY, keep=1)
+    large = checkpoint.Checkpoint(
+        step=6, position=order.Position(), seconds=0.0, tensors={"model": {"w": torch.zeros(4_000_000)}}
+    )
+    with pytest.raises(DiskError, match="step 6"):
+        checkpoint.save(small_disk, large, identity=IDENTITY, keep=1)
+    found = checkpoint.load(small_disk, identity=IDENTITY)
+    assert found is not None
+    assert found.step == 5
+    assert os.listdir(small_disk) == ["step-00000005"]  # noqa: PTH208
+
+
+def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    final = tmp_path / "draft"
+    with pytest.raises(ValueError, match="stop"), whole_folder(final) as work:
+        (work / "a").write_text("1")
+        raise ValueError("stop")
+    assert list(tmp_path.iterdir()) == []
+    for text in ("1", "2"):
+        with whole_folder(final) as work:
+            (work / text).write_text(text)
+    assert [path.name for path in final.iterdir()] == ["2"]
+
+
+def test_the_record_is_cut_back_to_where_the_run_goes_on(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    rows = [json.dumps({"step": step, "loss": 1.0 / step}) + "\n" for step in range(1, 8)]
+    metrics.write_text("".join(rows) + '{"step": 8, "lo')
+    assert record.kept(metrics, 5) == rows[:5]
+    assert record.kept(metrics, 9) == rows
+    assert record.kept(metrics, 0) == []
+    with record.Record(metrics, tmp_path / "board", start=5, steps=9) as written:
+        written.write({"step": 6, "loss": 0.5}, {"train/loss": 0.5}, "")
+        assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [1, 2, 3, 4, 5, 6]
+
+
+def pack(lengths: tuple[int, ...], mask: list[int]) -> ttt.Pack:
+    count = sum(lengths)
+    return ttt.Pack(
+        input_ids=torch.arange(count),
+        hidden_states=torch.zeros(count, 3),
+        last_hidden_state=torch.zeros(count, 1),
+        loss_mask=torch.tensor(mask, dtype=torch.bool),
+        lengths=lengths,
+    )
+
+
+def test_the_plan_reads_what_is_supervised_and_never_the_neighbour() -> None:
+    rows = ttt.plan(pack((4, 3), [0, 1, 1, 1, 1, 0, 1]), 3)
+    starts = [rows.active[s].tolist() for s in rows.starts]
+    targets = [rows.supervised[t].tolist() for t in rows.targets]
+    assert starts == [[1, 2, 3, 4, 6], [0, 1, 2, 5], [0, 1, 4]]
+    assert targets == [[1, 2, 3, 4, 6], [1, 2, 3, 6], [2, 3, 6]]
+    assert rows.active.tolist() == [0, 1, 2, 3, 4, 5, 6]
+    assert ttt.plan(pack((4, 3), [0, 0, 0, 1, 0, 0, 0]), 2).active.tolist() == [2, 3]
+
+
+@pytest.mark.parametrize("mask", [[0, 0, 0], [1, 0, 0], [1, 1, 1]])
+def test_a_plan_of_a_sample_shorter_than_the_steps(mask: list[int]) -> None:
+    rows = ttt.plan(pack((1, 1, 1), mask), 3)
+    assert [len(s) for s in rows.starts] == [sum(mask), 0, 0]
+
+
+def test_the_walk_counts_what_greedy_decoding_would() -> None:
+    rows = ttt.plan(pack((6,), [0, 1, 1, 1, 1, 1]), 3)
+    assert rows.active.tolist() == [0, 1, 2, 3, 4, 5]
+    eligible = torch.tensor([[0, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 0], [0, 1, 1, 1, 0, 0]], dtype=torch.bool)
+    nothing = torch.zeros_like(eligible)
+    assert loss.acceptance_walk(nothing, eligible, rows) == (5, 5)
+    # From row 1 two guesses are right: three tokens are gained; from row 4 one more: the sample ends.
+    right = nothing.clone()
+    right[0, [1, 4]] = True
+    right[1, 1] = True
+    assert loss.acceptance_walk(right, eligible, rows) == (5, 2)
