@@ -40,13 +40,13 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        text = config.get("text_config", config)
+    except (OSError, ValueError, AttributeError) as error:  # an AttributeError where it is no object
         raise TargetError(
             f"cannot read {path}: {error}",
             cause="the folder is no Hugging Face model, or `draftmill prepare` has not made it yet",
             next_step="check [target] path in the recipe, and run `draftmill prepare` first",
         ) from error
-    text = config.get("text_config", config)
     lacking = [key for key in ("num_hidden_layers", "hidden_size", "vocab_size") if key not in text]
     if lacking:
         raise TargetError(f"{path} lacks {', '.join(lacking)}", next_step="name the folder of a decoder language model")
