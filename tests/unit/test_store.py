@@ -128,12 +128,11 @@ def test_damage_is_found_named_and_repaired(tmp_path: Path, how: str, kind: str)
     assert fill(path, of).verify() == []
 
 
-def test_every_byte_of_the_tensors_counts(tmp_path: Path) -> None:
+def test_every_byte_of_a_shard_counts(tmp_path: Path) -> None:
     store = fill(tmp_path / "s", manifest((2,), shard_samples=1))
     path = store.shard(0)
     whole = path.read_bytes()
-    start = 8 + int.from_bytes(whole[:8], "little")
-    for place in range(start, len(whole)):
+    for place in range(len(whole)):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
         assert Store.open(tmp_path / "s").verify(), place
 
@@ -141,7 +140,7 @@ def test_every_byte_of_the_tensors_counts(tmp_path: Path) -> None:
 def test_a_damaged_sample_is_named_when_it_is_read(tmp_path: Path) -> None:
     fill(tmp_path / "s", manifest())
     damage(tmp_path / "s" / "shard-00001.safetensors", "truncated")
-    with pytest.raises(StoreError, match="sample 2 .* cannot be read"):
+    with pytest.raises(StoreError, match=r"sample 2 .* cannot be read"):
         Store.open(tmp_path / "s")[2]
 
 
