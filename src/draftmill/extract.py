@@ -4,10 +4,12 @@ The patched speculators drives the engine. One call extracts a fixed run of samp
 that a store which was written in ten attempts is the same as one written in one.
 """
 
+import contextlib
 import hashlib
 import inspect
 import json
 import logging
+import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -18,7 +20,7 @@ from typing import Any
 from rich.console import Console
 
 from draftmill import compute, target
-from draftmill.errors import DataError, DiskError, StackError
+from draftmill.errors import DataError, DiskError, Interrupted, StackError
 from draftmill.files import write_whole
 from draftmill.layers import LayerContract
 from draftmill.recipe import Recipe
@@ -27,7 +29,8 @@ from draftmill.tokens import TokenSample, read_samples
 
 CALL_TOKENS = 65_536  # what one call of the engine may hold in host memory
 MARGIN = 1.02  # safetensors' headers and the file system's blocks
-PREFILL_TOKENS = 8_192  # what plain prefill is measured on
+PREFILL_SECONDS = 10  # how long plain prefill is measured, about
+PREFILL_PROBE_TOKENS = 1_024  # what tells how many tokens that is
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,40 +56,56 @@ def extract(recipe: Recipe, *, yes: bool = False) -> None:
         DataError: the samples do not fit the target.
         DiskError: the disk is, or would be, full.
         StoreError: the stores are another run's.
-        StackError: the engine does not start, or speculators is not the patched one.
+        Interrupted: Ctrl-C or SIGTERM; the shard that was in the making is dropped.
+        StackError: the engine does not start or fails, or speculators is not the patched one.
     """
     console = Console(soft_wrap=True)
     config = target.read_config(recipe.target_folder)
     contract = LayerContract.of(recipe.extract.layers, config["num_hidden_layers"])
     folder = recipe.folder
     pairs = [(folder.prepared / f"{path.name}.jsonl", path) for path in (folder.store_train, folder.store_held_out)]
-    read = [(_read(source, config), source, path) for source, path in pairs]
+    read = [(_read(source, config, _limit(config, recipe)), source, path) for source, path in pairs]
+    if not read[0][0]:
+        raise DataError(f"{pairs[0][0]} holds no samples", next_step="give `draftmill prepare` more conversations")
     manifests = [(samples, path, _manifest(recipe, contract, samples, source)) for samples, source, path in read]
     _check_disk(manifests, folder.root, console, yes=yes)
-    splits = [_open(samples, path, manifest, console) for samples, path, manifest in manifests]
-    if not any(split.todo for split in splits):
-        console.print(f"the stores in {folder.store_train.parent} are whole", markup=False)
-        return
-    log = folder.root / "extract.log"
-    with compute.engine_output_to(log) as console:
-        console.print(f"starting vLLM ({log} has its output)", markup=False)
-        engine = _start(recipe, contract, _limit(config, recipe), log)
-        _run(recipe, engine, splits, console)
+    with contextlib.ExitStack() as stack:
+        splits = [_open(samples, path, manifest, console) for samples, path, manifest in manifests]
+        for split in splits:
+            stack.callback(split.writer.close)
+        if not any(split.todo for split in splits):
+            console.print(f"the stores in {folder.store_train.parent} are whole", markup=False)
+            return
+        _log(recipe).unlink(missing_ok=True)  # an earlier run's errors would be taken for this one's
+        console = stack.enter_context(compute.engine_output_to(_log(recipe)))
+        console.print(f"starting vLLM ({_log(recipe)} has its output)", markup=False)
+        try:
+            engine = _start(recipe, contract, _limit(config, recipe))
+            stack.callback(engine.executor.shutdown)
+            _run(recipe, engine, splits, console)
+        except KeyboardInterrupt as error:
+            written = len([*folder.store_train.parent.glob("*/shard-*.safetensors")])
+            raise Interrupted(
+                f"interrupted: {written} of {sum(split.writer.store.manifest.shards for split in splits)} shards are "
+                "written, and stay",
+                next_step="run the same command again: it goes on with the next",
+            ) from error
 
 
-def _read(path: Path, config: dict[str, Any]) -> list[TokenSample]:
+def _read(path: Path, config: dict[str, Any], limit: int) -> list[TokenSample]:
     samples = list(read_samples(path, config["vocab_size"]))
-    limit = config.get("max_position_embeddings")
     for sample in samples:
-        if limit is not None and len(sample.input_ids) > limit:
+        if len(sample.input_ids) > limit:
             raise DataError(
-                f"{path}: sample {sample.id} has {len(sample.input_ids)} tokens, the target's limit is {limit}",
-                next_step="run `draftmill prepare` again with a smaller data.max_length",
+                f"{path}: sample {sample.id} has {len(sample.input_ids)} tokens, the limit is {limit}",
+                cause="the target's own limit, or data.max_length, is smaller than when that file was written",
+                next_step="run `draftmill prepare` again",
             )
     return samples
 
 
 def _limit(config: dict[str, Any], recipe: Recipe) -> int:
+    """The tokens that a sample may have: the target's limit, or the recipe's where that is smaller."""
     limit = config.get("max_position_embeddings", recipe.data.max_length)
     return min(int(limit), recipe.data.max_length)
 
@@ -135,13 +154,19 @@ def _open(samples: list[TokenSample], path: Path, manifest: Manifest, console: C
     return Split(samples=samples, writer=writer, todo=todo)
 
 
-def _start(recipe: Recipe, contract: LayerContract, limit: int, log: Path) -> Any:
+def _log(recipe: Recipe) -> Path:
+    return recipe.folder.root / "extract.log"
+
+
+def _start(recipe: Recipe, contract: LayerContract, limit: int) -> Any:
     """Starts the engine.
 
     Raises:
         StackError: vLLM or speculators is missing or unpatched, or the engine does not start.
     """
     compute.set_up_vllm(recipe.extract.tensor_parallel)
+    # A forked worker holds the pipe whose end tells it that we have died, and the store's lock: it would keep both.
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     try:
         from speculators.data_generation.vllm_hidden_states_generator import VllmHiddenStatesGenerator as Generator
     except ImportError as error:
@@ -153,7 +178,7 @@ def _start(recipe: Recipe, contract: LayerContract, limit: int, log: Path) -> An
             next_step="run ./just setup, or `draftmill patches build` and install that wheel",
         )
     logging.getLogger("speculators").setLevel(logging.WARNING)
-    try:
+    with _engine_errors(recipe):
         return Generator(
             str(recipe.target_folder),
             layer_ids=list(contract.ids),
@@ -164,17 +189,30 @@ def _start(recipe: Recipe, contract: LayerContract, limit: int, log: Path) -> An
             max_num_seqs=recipe.extract.max_num_seqs,
             dtype=compute.target_dtype(recipe),
         )
-    except Exception as error:  # what fails in a worker reaches us as a bare Exception
+
+
+@contextlib.contextmanager
+def _engine_errors(recipe: Recipe) -> Iterator[None]:
+    """Turns what the engine raises into a StackError.
+
+    It has no class of its own for that: what fails in a worker reaches us as a bare Exception or RuntimeError.
+    """
+    try:
+        yield
+    except Exception as error:
+        log = _log(recipe)
         raise StackError(
-            f"vLLM does not start on {recipe.target_folder}: {compute.last_error(log) or error}",
+            f"vLLM failed on {recipe.target_folder}: {compute.last_error(log) or error}",
             cause="too little memory, a model that this vLLM does not support, or damaged weights",
-            next_step=f"read the end of {log}",
+            next_step=f"read the end of {log}; what was extracted is kept, and the same command goes on from there",
         ) from error
 
 
 def _run(recipe: Recipe, engine: Any, splits: Sequence[Split], console: Console) -> None:
     """Extracts every shard that is to be done, and writes the rates."""
-    prefill = _plain_prefill(engine, splits[0].samples)
+    with _engine_errors(recipe):
+        prefill_tokens, prefill_seconds = _plain_prefill(engine, splits[0].samples)
+    prefill = prefill_tokens / prefill_seconds
     total = sum(split.tokens for split in splits)
     done, seconds, written = 0, 0.0, 0
     with compute.progress(console) as bar:
@@ -183,7 +221,8 @@ def _run(recipe: Recipe, engine: Any, splits: Sequence[Split], console: Console)
             for number in split.todo:
                 indices = split.writer.store.manifest.samples_of(number)
                 start = time.monotonic()
-                results = [s for call in calls([split.samples[i] for i in indices]) for s in _call(engine, call)]
+                with _engine_errors(recipe):
+                    results = [s for call in calls([split.samples[i] for i in indices]) for s in _call(engine, call)]
                 split.writer.write(number, results)
                 seconds += time.monotonic() - start
                 done += sum(len(sample.input_ids) for sample in results)
@@ -195,6 +234,7 @@ def _run(recipe: Recipe, engine: Any, splits: Sequence[Split], console: Console)
         "tokens_per_second": done / seconds,
         "bytes": written,
         "plain_prefill_tokens_per_second": prefill,
+        "plain_prefill_tokens": prefill_tokens,
         "computed_in": compute.target_dtype(recipe),
     }
     write_whole(recipe.folder.extraction_json, (json.dumps(rates, indent=1) + "\n").encode())
@@ -236,26 +276,23 @@ def _call(engine: Any, samples: Sequence[TokenSample]) -> list[Sample]:
     ]
 
 
-def _plain_prefill(engine: Any, samples: Sequence[TokenSample]) -> float:
-    """Tokens/s of prefill alone, by the same engine: the first samples, with nothing captured."""
-    prompts: list[list[int]] = []
-    for sample in samples:
-        if prompts and sum(map(len, prompts)) + len(sample.input_ids) > PREFILL_TOKENS:
-            break
-        prompts.append(sample.input_ids)
+def _plain_prefill(engine: Any, samples: Sequence[TokenSample]) -> tuple[int, float]:
+    """Tokens and seconds of prefill alone, by the same engine on the first samples, with nothing captured."""
     engine.executor.collective_rpc(capture_layers, args=((),))
     try:
-        _prefill(engine, prompts[:1])  # what a first step alone pays is not counted
-        start = time.monotonic()
-        _prefill(engine, prompts)
-        return sum(map(len, prompts)) / (time.monotonic() - start)
+        probe = next(calls(samples, PREFILL_PROBE_TOKENS))
+        _prefill(engine, probe[:1])  # what a first step alone pays is not counted
+        tokens, seconds = _prefill(engine, probe)
+        return _prefill(engine, next(calls(samples, int(tokens / seconds * PREFILL_SECONDS))))
     finally:
         engine.executor.collective_rpc(capture_layers, args=(tuple(engine.layer_ids),))
 
 
-def _prefill(engine: Any, prompts: list[list[int]]) -> None:
-    for _ in engine._steps(set(engine._submit(prompts))):
+def _prefill(engine: Any, samples: Sequence[TokenSample]) -> tuple[int, float]:
+    start = time.monotonic()
+    for _ in engine._steps(set(engine._submit([sample.input_ids for sample in samples]))):
         pass
+    return sum(len(sample.input_ids) for sample in samples), time.monotonic() - start
 
 
 def capture_layers(worker: Any, ids: tuple[int, ...]) -> None:
