@@ -86,7 +86,11 @@ class Extract(_Section):
 
 
 class Train(_Section):
-    """The draft and its training. `steps` optimiser steps of one pack of `pack_tokens` positions each."""
+    """The draft and its training. `steps` optimiser steps of one pack of `pack_tokens` positions each.
+
+    `train_head` false keeps the target's own output embedding. `noise` blurs the states that the draft reads,
+    uniformly by up to so many standard deviations, which keeps a draft from learning a small store by heart.
+    """
 
     steps: int = Field(default=1000, ge=1)
     pack_tokens: int = Field(default=2048, ge=2)
@@ -99,6 +103,8 @@ class Train(_Section):
     ttt_step_loss_decay: float = Field(default=1.0, gt=0.0)
     draft_vocab_size: int | None = Field(default=None, ge=1)
     num_layers: int = Field(default=1, ge=1)
+    train_head: bool = True
+    noise: float = Field(default=0.0, ge=0.0)
     checkpoint_steps: int = Field(default=100, ge=1)
     keep_checkpoints: int = Field(default=2, ge=1)
     validate_steps: int = Field(default=100, ge=1)

@@ -21,7 +21,7 @@ from draftmill.layers import LayerContract
 from draftmill.recipe import Recipe
 from draftmill.store import Manifest, Sample, StoreWriter
 from draftmill.target import identify
-from draftmill.train import data, draft, loop, loss, order, schedule, train, ttt, vocabulary
+from draftmill.train import data, draft, loop, loss, noise, order, schedule, train, ttt, vocabulary
 
 VOCABULARY, HIDDEN, LAYERS = 96, 32, 6
 IDS = (1, 3, 5)
@@ -636,3 +636,44 @@ def test_a_full_vocabulary_and_two_layers_train_without_a_held_out_store(make: C
     assert config["draft_vocab_size"] == VOCABULARY
     assert config["transformer_layer_config"]["num_hidden_layers"] == 2
     assert all("val_loss" not in line for line in lines(recipe))
+
+
+def test_with_noise_and_a_kept_head_a_stopped_run_still_goes_on_to_the_last_bit(
+    make: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extra = "noise = 0.5\ntrain_head = false"
+    whole, stopped = make("whole", extra=extra), make("stopped", extra=extra)
+    train(whole)
+    plain = schedule.factor
+
+    def factor(step: int, settings: Any) -> float:
+        if step == 7:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return plain(step, settings)
+
+    with monkeypatch.context() as patched, pytest.raises(Interrupted):
+        patched.setattr(schedule, "factor", factor)
+        train(stopped)
+    torch.rand(5)
+    train(stopped)
+    assert losses(stopped) == losses(whole)
+    assert "lm_head.weight" not in trained_weights(whole)
+    from safetensors.torch import load_file
+
+    head = draft.target_head(whole)
+    tensors = load_file(whole.folder.draft / "model.safetensors")
+    ids = torch.arange(48) + tensors["d2t"]
+    assert torch.equal(tensors["lm_head.weight"].float(), head[ids].to(torch.bfloat16).float())
+
+
+def test_noise_is_in_proportion_to_each_dimension_and_leaves_the_targets(make: Callable[..., Recipe]) -> None:
+    recipe = make()
+    opened = data.open_train(recipe, identify(recipe.target_folder))
+    spread = noise.spread(opened)
+    assert spread.shape == (3 * HIDDEN,)
+    pack = opened.pack((0, 1, 2))
+    blurred = noise.blurred(pack, spread, 0.5)
+    change = (blurred.hidden_states - pack.hidden_states).abs()
+    assert bool((change <= 0.5 * spread + 1e-5).all())
+    assert float((change / spread).mean()) == pytest.approx(0.25, rel=0.05)
+    assert torch.equal(blurred.last_hidden_state, pack.last_hidden_state)

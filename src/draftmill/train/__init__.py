@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from draftmill.compute import has_cuda
 from draftmill.errors import TrainingError
 from draftmill.target import identify
-from draftmill.train import data, draft, loop, vocabulary
+from draftmill.train import data, draft, loop, noise, vocabulary
 
 if TYPE_CHECKING:
     from draftmill.recipe import Recipe
@@ -59,6 +59,7 @@ def train(recipe: Recipe) -> None:
         head=draft.target_head(recipe).to(device) if held_out else None,
         identity=identity,
         device=device,
+        spread=noise.spread(samples) if recipe.train.noise else None,
     )
     if state.restore():
         _say(f"going on after step {state.step}")

@@ -132,6 +132,7 @@ def build(recipe: Recipe, target: Any, contract: LayerContract, vocabulary: Voca
         width = model.fc.out_features
         model.fc.weight += torch.eye(width).repeat(1, len(contract.ids)) / len(contract.ids)
         model.norm.weight.fill_(_FIRST_NORM)
+    model.lm_head.weight.requires_grad = recipe.train.train_head
     return model
 
 

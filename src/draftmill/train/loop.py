@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from draftmill.errors import Interrupted, TrainingError
-from draftmill.train import checkpoint, loss, order, schedule, ttt
+from draftmill.train import checkpoint, loss, noise, order, schedule, ttt
 from draftmill.train.record import Record
 from draftmill.train.signals import StopRequest
 
@@ -37,6 +37,7 @@ class Run:
     step: int = 0
     position: order.Position = field(default_factory=order.Position)
     seconds: float = 0.0
+    spread: Tensor | None = None  # float [3 * H]: what the recipe's noise is a multiple of; None for no noise
     last_validation: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -132,7 +133,10 @@ def _step(state: Run, samples: tuple[int, ...]) -> dict[str, Any]:
     rate = settings.learning_rate * schedule.factor(state.step, settings)
     for group in state.optimiser.param_groups:
         group["lr"] = rate
-    pack = state.train.pack(samples).to(state.device)
+    pack = state.train.pack(samples)
+    if state.spread is not None:
+        pack = noise.blurred(pack, state.spread, settings.noise)
+    pack = pack.to(state.device)
     rows = ttt.plan(pack, settings.ttt_steps)
     state.model.train()
     with _precision(state.device):
