@@ -18,6 +18,7 @@ from draftmill import compute
 IDS = (27, 2, 15)  # in no order
 LIMIT = 8192
 VOCABULARY = 49_000
+COSINE = 0.999
 Prompt = list[int]
 States = dict[int | str, Tensor]  # by layer id, and "last"
 
@@ -88,6 +89,11 @@ def relative(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
+def cosine(found: Tensor, expected: Tensor) -> float:
+    """The median token's."""
+    return float(torch.cosine_similarity(found.double(), expected.double(), dim=-1).median())
+
+
 def typical(found: Tensor, expected: Tensor) -> float:
     """The relative difference of the median token: one token's huge values hide what a layer does to the others."""
     return float(((found - expected).norm(dim=-1) / expected.norm(dim=-1)).median())
@@ -112,8 +118,7 @@ class Checked:
             expected = self.reference.alone(prompt)
             for k, difference in differences(states, expected).items():
                 place = f"prompt {number} of {len(of)}, {len(prompt)} tokens, layer {k}"
-                cosine = torch.cosine_similarity(states[k].double(), expected[k].double(), dim=-1).median()
-                assert cosine >= 0.999, place
+                assert cosine(states[k], expected[k]) >= COSINE, place
                 assert difference <= 2 * self.noise[k], place
         return found
 
@@ -207,15 +212,26 @@ def test_three_ranks_and_a_budget_of_256(smollm2: Path, reference: Reference, no
         engine.executor.shutdown()
 
 
-def test_in_bfloat16_with_a_budget_of_32(smollm2: Path) -> None:
-    """Few tokens, since a CPU without bfloat16 emulates it."""
-    reference = Reference(smollm2, "bfloat16")
+def test_in_bfloat16_with_a_budget_of_32(smollm2: Path, reference: Reference) -> None:
+    """As close to float32 as Hugging Face's own bfloat16 is, within twice.
+
+    Another batch is no measure here: on a CPU without bfloat16 it changes nothing in most prompts. For the same reason,
+    that it is emulated there, the prompts are few; and they are not of one or two random tokens, which some rounding
+    turns into something else.
+    """
+    half = Reference(smollm2, "bfloat16")
+    of = [*prompts([9, 17, 33], seed=8), PREFIX]
+    from_truth = [differences(half.alone(p), reference.alone(p)) for p in of]
     ids = (2, 15, 27)
     engine = start(smollm2, ids, max_model_len=256, max_num_batched_tokens=32, dtype="bfloat16")
     try:
-        Checked(engine, reference, ids, reference.noise([*POOL[:11], PREFIX]))([*POOL[:11], PREFIX])
+        found = [named(result, ids) for result in engine.generate(of)]
     finally:
         engine.executor.shutdown()
+    for prompt, states in zip(of, found, strict=True):
+        for k, difference in differences(states, reference.alone(prompt)).items():
+            assert difference <= 2 * max(f[k] for f in from_truth)
+            assert cosine(states[k], half.alone(prompt)[k]) >= COSINE
 
 
 def test_a_prompt_of_the_models_limit(smollm2: Path, tmp_path: Path) -> None:
