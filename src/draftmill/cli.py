@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from draftmill import compute, evaluate, extract, patches, pins, prepare, report, store, train
+from draftmill import compute, contract, evaluate, extract, patches, pins, prepare, report, store, train
 from draftmill.errors import DraftmillError, Interrupted, PatchError, RecipeError, StoreError
 from draftmill.process import foreground
 from draftmill.recipe import Recipe
@@ -33,6 +33,7 @@ store_app = typer.Typer(help="Look into a store of hidden states.", no_args_is_h
 app.add_typer(patches_app, name="patches")
 app.add_typer(pins_app, name="pins")
 app.add_typer(store_app, name="store")
+app.add_typer(contract.app, name="audit")
 
 RecipeFile = Annotated[
     Path | None,
@@ -185,7 +186,7 @@ def _console() -> Console:
     return Console(soft_wrap=True)
 
 
-def main(command: Callable[[], object] = app) -> None:
+def main(command: Callable[..., object] = app) -> None:
     """Runs the command line; every expected failure ends here as a message and its own exit code."""
     signal.signal(signal.SIGTERM, _interrupt)
     try:

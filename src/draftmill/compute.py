@@ -47,9 +47,12 @@ def cpu_has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 def set_up_vllm(tensor_parallel: int = 1) -> None:
     """Sets what vLLM's CPU build reads from the environment and cannot guess; what the user has set stays."""
+    # A forked worker keeps the pipe by which it learns that we have died, and outlives us.
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     if has_cuda():
         return
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB
+    os.environ.setdefault("VLLM_SLEEP_WHEN_IDLE", "1")  # waiting for the workers, the main process would take a core
     if tensor_parallel > 1:  # ranks that share a core must not each be bound to it
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 

@@ -1,0 +1,190 @@
+"""What is judged how, as tables: a provider, a consumer, and the findings that are not plainly compatible."""
+
+from collections.abc import Callable
+
+import pytest
+
+from draftmill.contract.findings import Finding
+
+Pair = Callable[..., list[Finding]]
+Expected = list[tuple[str, str, int]]
+
+# (provider, consumer, [(verdict, kind, the consumer's line)])
+CASES: dict[str, tuple[str, str, Expected]] = {
+    "import of a name that is gone": ("", "from provider import f\n", [("broken", "missing target", 1)]),
+    "import of a module that is gone": ("", "import provider.core\n", [("broken", "missing target", 1)]),
+    "the consumer expects the import to fail": (
+        "",
+        "try:\n    from provider import f\nexcept ImportError:\n    f = None\n",
+        [],
+    ),
+    "not reached: hasattr": ("", "import provider\nif hasattr(provider, 'f'):\n    provider.f()\n", []),
+    "reached: hasattr, negated": (
+        "",
+        "import provider\nif not hasattr(provider, 'f'):\n    provider.f()\n",
+        [("broken", "missing attribute", 3)],
+    ),
+    "not reached: an older version": (
+        "__version__ = '2.0'\n",
+        "import provider\nfrom packaging.version import Version\n"
+        "if Version(provider.__version__) < Version('1.5'):\n    provider.f()\n",
+        [],
+    ),
+    "reached: this version": (
+        "__version__ = '2.0'\n",
+        "import provider\nfrom packaging.version import Version\n"
+        "if Version(provider.__version__) >= Version('1.5'):\n    provider.f()\n",
+        [("broken", "missing attribute", 4)],
+    ),
+    "several faults of one call": (
+        "def f(a, b): ...\n",
+        "from provider import f\nf(a=1, c=2)\n",
+        [("broken", "missing argument", 2)],
+    ),
+    "arguments that the source does not show": (
+        "def f(a, b): ...\n",
+        "from provider import f\ndef g(*args, **kwargs):\n    f(*args, **kwargs)\n",
+        [],
+    ),
+    "a dict written out": (
+        "def f(a, b=1): ...\n",
+        "from provider import f\noptions = {'a': 1, 'c': 2}\nf(**options)\n",
+        [("broken", "unknown argument", 3)],
+    ),
+    "either branch of the provider fits": (
+        "import sys\nif sys.platform == 'linux':\n    def f(a): ...\nelse:\n    def f(a, b): ...\n",
+        "from provider import f\nf(1)\n",
+        [],
+    ),
+    "no branch of the provider fits": (
+        "import sys\nif sys.platform == 'linux':\n    def f(a): ...\nelse:\n    def f(a, b): ...\n",
+        "from provider import f\nf()\n",
+        [("broken", "missing argument", 2)],
+    ),
+    "a value that nothing describes": (
+        "def f(): return g()\n",
+        "from provider import f\nf().x.y\n",
+        [("unresolved", "", 2)],
+    ),
+    "an attribute that a getter may give": (
+        "class A:\n    def __getattr__(self, name): return 1\n",
+        "from provider import A\nA().x\n",
+        [("unresolved", "", 2)],
+    ),
+    "a getter that hands on": (
+        "class B:\n    x: int\nclass A:\n    def __init__(self):\n        self.b = B()\n"
+        "    def __getattr__(self, name): return getattr(self.b, name)\n",
+        "from provider import A\nA().x\nA().y\n",
+        [("unresolved", "", 3)],
+    ),
+    "a base outside both": (
+        "from elsewhere import Base\nclass A(Base): ...\n",
+        "from provider import A\nA().x\n",
+        [("unresolved", "", 2), ("unresolved", "", 2)],
+    ),
+    "an attribute of torch's own": (
+        "from torch import nn\nclass A(nn.Module):\n    def __init__(self): ...\n    def forward(self, x): return x\n",
+        "from provider import A\na = A()\na.eval()\na(1)\na(1, 2)\na.missing\n",
+        [("broken", "too many positionals", 5), ("broken", "missing attribute", 6)],
+    ),
+    "one of a union": (
+        "class A:\n    x: int\nclass B: ...\ndef f() -> A | B: ...\n",
+        "from provider import f\nf().x\n",
+        [],
+    ),
+    "any that a type guard lets through": (
+        "from typing import Protocol, TypeIs\nclass P(Protocol): ...\nclass A(P):\n    x: int\nclass B(P): ...\n"
+        "def is_p(v: object) -> TypeIs[P]: ...\n",
+        "from provider import is_p\ndef g(v):\n    if not is_p(v):\n        raise ValueError\n    return v.x\n",
+        [("broken", "missing attribute", 5)],
+    ),
+    "an attribute that only a class below has": (
+        "class A: ...\nclass B(A):\n    x: int\ndef f() -> A: ...\n",
+        "from provider import f\nf().x\n",
+        [("unresolved", "", 2)],
+    ),
+    "isinstance narrows": (
+        "class A: ...\nclass B(A):\n    x: int\ndef f() -> A: ...\n",
+        "from provider import B, f\na = f()\nif isinstance(a, B):\n    a.x\n    a.y\n",
+        [("broken", "missing attribute", 5)],
+    ),
+    "an override that no call breaks": (
+        "class A:\n    def f(self, a, b=None): ...\n    def run(self): self.f(1)\n",
+        "from provider import A\nclass B(A):\n    def f(self, a): ...\n",
+        [],
+    ),
+    "super() and its constructor": (
+        "class A:\n    def __init__(self, a): ...\n",
+        "from provider import A\nclass B(A):\n    def __init__(self):\n        super().__init__()\n",
+        [("broken", "missing argument", 4)],
+    ),
+    "a coroutine": (
+        "class A:\n    async def f(self) -> 'A': ...\n",
+        "from provider import A\nasync def g():\n    (await A().f()).f()\n    (await A().f()).gone()\n",
+        [("broken", "missing attribute", 4)],
+    ),
+    "an awaited call by name": (
+        "class A:\n    async def collective_rpc(self, method, args=()): ...\n"
+        "class WorkerBase:\n    def f(self) -> int: ...\n",
+        "from provider import A\nasync def g():\n    for reply in await A().collective_rpc('f'):\n        print(reply)\n",
+        [],
+    ),
+    "a frozen enum's member": (
+        "from enum import Enum\nclass E(Enum):\n    A = 1\n",
+        "from provider import E\nE.A.value\nE.B\n",
+        [("broken", "missing attribute", 3)],
+    ),
+    "an attribute of the consumer's own on a foreign object": (
+        "class A: ...\n",
+        "from provider import A\na = A()\na.mine = 1\nprint(a.mine)\n",
+        [],
+    ),
+    "a function that nothing has is replaced": (
+        "def g(): ...\n",
+        "import provider\ndef f(): ...\nprovider.f = f\n",
+        [("broken", "missing target", 3)],
+    ),
+    "a class named in a string": (
+        "class Config:\n    def __init__(self, worker_cls=None): ...\n",
+        "from provider import Config\nConfig(worker_cls='consumer.Gone')\n",
+        [("broken", "missing target", 2)],
+    ),
+    "a decorator that may change a signature": (
+        "import elsewhere\n@elsewhere.wrapped\ndef f(a): ...\n",
+        "from provider import f\nf()\n",
+        [("unresolved", "", 2)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_verdicts(pair: Pair, name: str) -> None:
+    provider, consumer, expected = CASES[name]
+    found = [(f.verdict, f.kind, f.consumer.line) for f in pair(provider, consumer) if f.verdict != "compatible"]
+    assert found == expected, [(f.consumer.line, f.use, f.message) for f in pair(provider, consumer)]
+
+
+def test_every_fault_of_a_call_is_told_in_python_s_words(pair: Pair) -> None:
+    finding = pair("def f(a, b): ...\n", "from provider import f\nf(a=1, c=2)\n")[-1]
+    assert "got an unexpected keyword argument 'c'" in finding.message
+    assert "missing a required argument: 'b'" in finding.message
+
+
+def test_the_definitions_of_one_name_are_told_apart(pair: Pair) -> None:
+    provider = {
+        "executor.py": "class Base:\n    def begin(self, configs: list[int]) -> None: ...\nclass Executor(Base): ...\n",
+        "worker.py": "class Worker:\n    def begin(self, config: int) -> None: ...\n",
+    }
+    finding = pair(provider, "from provider.executor import Executor\nExecutor().begin([1])\n")[-1]
+    assert finding.verdict == "compatible" and str(finding.provider) == "provider/executor.py:2"
+    assert [step.partition(" (")[0] for step in finding.path[:2]] == [
+        "provider.executor.Executor",
+        "provider.executor.Base",
+    ]
+    assert finding.path[2].startswith("not provider.worker.Worker.begin(config: int)")
+
+
+def test_evidence_names_both_lines_and_the_signature(pair: Pair) -> None:
+    finding = pair("\n\ndef f(a: int, *, b: str = 'x') -> None: ...\n", "from provider import f\n\nf(1)\n")[-1]
+    assert (str(finding.consumer), str(finding.provider)) == ("consumer/__init__.py:3", "provider/__init__.py:3")
+    assert finding.signature == "provider.f(a: int, *, b: str = 'x') -> None"
