@@ -126,7 +126,8 @@ CASES: dict[str, tuple[str, str, Expected]] = {
     "an awaited call by name": (
         "class A:\n    async def collective_rpc(self, method, args=()): ...\n"
         "class WorkerBase:\n    def f(self) -> int: ...\n",
-        "from provider import A\nasync def g():\n    for reply in await A().collective_rpc('f'):\n        print(reply)\n",
+        "from provider import A\nasync def g():\n"
+        "    for reply in await A().collective_rpc('f'):\n        print(reply)\n",
         [],
     ),
     "a frozen enum's member": (
