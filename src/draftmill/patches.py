@@ -144,10 +144,28 @@ def _unpack(wheel: Path, folder: Path) -> Path:
 
 
 def _git(folder: Path, *command: str) -> str:
-    # No settings of this user's: signing or hooks would change or refuse the commits.
-    return run(
-        ["git", *command], cwd=folder, env={**_IDENTITY, "GIT_CONFIG_GLOBAL": "/dev/null", "GIT_CONFIG_NOSYSTEM": "1"}
-    )
+    return run(["git", *command], cwd=folder, env={**_IDENTITY, **_no_other_git(folder.resolve())})
+
+
+def _no_other_git(folder: Path) -> dict[str, str]:
+    """Variables that keep git to the repository in `folder`, and to no settings but its own.
+
+    In a hook git sets GIT_DIR and its like to the user's repository, which our commits must never reach; and settings
+    of the user's could sign them, change their lines, or let a patch apply with fuzz.
+    """
+    own = folder / ".git"
+    return {
+        "GIT_DIR": str(own),
+        "GIT_COMMON_DIR": str(own),
+        "GIT_WORK_TREE": str(folder),
+        "GIT_INDEX_FILE": str(own / "index"),
+        "GIT_OBJECT_DIRECTORY": str(own / "objects"),
+        "GIT_ALTERNATE_OBJECT_DIRECTORIES": "",
+        "GIT_CONFIG_GLOBAL": "/dev/null",
+        "GIT_CONFIG_NOSYSTEM": "1",
+        "GIT_CONFIG_PARAMETERS": "",
+        "GIT_CONFIG_COUNT": "0",
+    }
 
 
 def _apply(tree: Path, patch: Path) -> str:

@@ -69,14 +69,20 @@ def test_a_good_series_has_no_findings(folder: Path, wheel: Path) -> None:
     ("old", "new", "kinds"),
     [
         (old, "", ["header"])
-        for old in ("Removal: when it says ten\n", "Bug: none known\n", "Forwarded: no\n", "Origin: draftmill\n")
+        for old in (
+            "Description: the tenth line says ten.\n",
+            "Origin: draftmill\n",
+            "Bug: none known\n",
+            "Forwarded: no\n",
+            "Removal: when it says ten\n",
+        )
     ]
     + [
         ("Removal: when it says ten", "Removal:", ["header"]),
         ("From 0000000000000000000000000000000000000000", "From 1234567890123456789012345678901234567890", ["format"]),
         ("[PATCH]", "[PATCH 1/3]", ["format"]),
         ("-line 10\n", "-line 1O\n", ["does not apply"]),
-        # The hunk would fit two lines lower down with one line of context less: that is fuzz.
+        # patch(1) takes this one by leaving out a line of context: that is fuzz.
         (" line 7\n", " line seven\n", ["does not apply"]),
         ("@@ -7,7 +7,7 @@", "@@ -7,9 +7,9 @@", ["format", "does not apply"]),
         ("src/speculators/a.py", "src/speculators/b.py", ["does not apply"]),
@@ -155,13 +161,41 @@ def test_the_tree_has_a_commit_a_patch(folder: Path, wheel: Path, tmp_path: Path
         patches.tree(folder, wheel, out, [])
 
 
+@pytest.mark.parametrize("how", ["file", "variables"])
 def test_a_users_git_settings_change_nothing(
+    folder: Path, wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    settings = {"commit.gpgsign": "true", "core.autocrlf": "true", "am.threeWay": "true"}
+    before = patches.build(folder, wheel, tmp_path / "one").read_bytes()
+    if how == "file":
+        lines = (f"[{key.partition('.')[0]}]\n\t{key.partition('.')[2]} = {value}\n" for key, value in settings.items())
+        (tmp_path / "config").write_text("".join(lines))
+        monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(tmp_path / "config"))
+    else:
+        monkeypatch.setenv("GIT_CONFIG_COUNT", str(len(settings)))
+        for number, (key, value) in enumerate(settings.items()):
+            monkeypatch.setenv(f"GIT_CONFIG_KEY_{number}", key)
+            monkeypatch.setenv(f"GIT_CONFIG_VALUE_{number}", value)
+    assert patches.build(folder, wheel, tmp_path / "two").read_bytes() == before
+
+
+def test_run_from_a_git_hook_the_users_repository_stays_as_it_is(
     folder: Path, wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "config").write_text("[commit]\n\tgpgsign = true\n[core]\n\tautocrlf = true\n[am]\n\tthreeWay = true\n")
-    before = patches.build(folder, wheel, tmp_path / "one").read_bytes()
-    monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(tmp_path / "config"))
-    assert patches.build(folder, wheel, tmp_path / "two").read_bytes() == before
+    users = tmp_path / "users"
+    git = ["git", "-c", "user.name=u", "-c", "user.email=u@localhost", "-C", str(users)]
+    subprocess.run(["git", "init", "--quiet", str(users)], check=True)
+    subprocess.run([*git, "commit", "--quiet", "--allow-empty", "--message", "theirs"], check=True)
+    before = {path: path.read_bytes() for path in users.rglob("*") if path.is_file()}
+    elsewhere = patches.build(folder, wheel, tmp_path / "one").read_bytes()
+    with monkeypatch.context() as hook:
+        hook.setenv("GIT_DIR", str(users / ".git"))
+        hook.setenv("GIT_WORK_TREE", str(users))
+        hook.setenv("GIT_INDEX_FILE", str(users / ".git" / "index"))
+        hook.setenv("GIT_OBJECT_DIRECTORY", str(users / ".git" / "objects"))
+        assert patches.check(folder, wheel) == []
+        assert patches.build(folder, wheel, tmp_path / "two").read_bytes() == elsewhere
+    assert {path: path.read_bytes() for path in users.rglob("*") if path.is_file()} == before
 
 
 def test_another_wheel_than_the_pinned_one_is_refused(tmp_path: Path) -> None:
