@@ -106,11 +106,13 @@ def _of_children(types: "Types", info: ClassInfo, name: str) -> Found | None:
     if not info.module.provider:
         return None
     for child in types.hierarchy.below(info)[1:]:
-        members = types.hierarchy.lookup(child, name).members
-        if members:
-            value = either([read(types, member, Obj(child)) for member in _chosen(members)])
-            reason = f"only {child.name} ({child.site}), which derives from {info.name}, has it"
-            return Found(value, members[-1].site, (reason,), reason)
+        lookup = types.hierarchy.lookup(child, name)
+        reason = f"only {child.name} ({child.site}), which derives from {info.name}, has it"
+        if lookup.members:
+            value = either([read(types, member, Obj(child)) for member in _chosen(lookup.members)])
+            return Found(value, lookup.members[-1].site, (reason,), reason)
+        if lookup.outside:
+            return Found(Ext(lookup.outside), child.site, (reason,), reason)
     return None
 
 

@@ -126,9 +126,9 @@ def override(types: "Types", use: Use) -> list[Finding]:
     wrong = mismatch(wanted.signature, given.signature)
     if not wrong:
         return [finding(use, "compatible", evidence=told)]
-    broken = failing_call(types, use.name, found.owner, given)
+    broken = failing_call(types, use.name, info, given)
     if broken:
-        return [finding(use, "broken", "override mismatch", f"{broken}: {wrong[0]}", evidence=told)]
+        return [finding(use, "broken", "override mismatch", broken, evidence=told)]
     note = f"no call in the provider fails, though it takes less than what it overrides: {wrong[0]}"
     return [finding(use, "compatible", message=note, evidence=told)]
 
@@ -142,10 +142,10 @@ def _inherited(types: "Types", info: ClassInfo, name: str) -> Member | None:
     return None
 
 
-def failing_call(types: "Types", name: str, owner: ClassInfo, given: Contract) -> str:
-    """The provider's call of method `name`, on an object that may be of a class below `owner`, that `given` cannot
-    take."""
-    family = set(types.hierarchy.below(owner))
+def failing_call(types: "Types", name: str, info: ClassInfo, given: Contract) -> str:
+    """The provider's call of method `name`, on an object that may be of the consumer's class `info`, that `given`
+    cannot take: what it is called on is declared as `info` or as an ancestor of it."""
+    family = {ancestor for ancestor in types.hierarchy.mro(info) if isinstance(ancestor, ClassInfo)}
     for module in types.world.provider_files_with(f".{name}(")[:SITES]:
         for node in ast.walk(module.tree):
             if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == name):
@@ -156,7 +156,7 @@ def failing_call(types: "Types", name: str, owner: ClassInfo, given: Contract) -
                 continue
             wrong = [m for m in binding.misfits(types, given, binding.arguments(types, node, scope)) if not m.unsure]
             if wrong:
-                return f"the provider calls it at {module.place}:{node.lineno}, {wrong[0].message}"
+                return f"the provider calls it at {module.place}:{node.lineno}: {wrong[0].message}"
     return ""
 
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from packaging.version import InvalidVersion, Version
 
-from draftmill.contract import guards
-from draftmill.contract.scopes import Scope
-from draftmill.contract.values import Mod, of_provider, options
+from draftmill.contract import calls, guards
+from draftmill.contract.scopes import Scope, ancestors
+from draftmill.contract.values import Mod, options
 
 if TYPE_CHECKING:
     from draftmill.contract.types import Types
@@ -34,12 +34,31 @@ def unreached(types: "Types", node: ast.AST, scope: Scope) -> str:
         told = _value(types, test, scope, 0)
         if told is not None and told != holds:
             return f"not reached with this provider: {ast.unparse(test)} is {told}"
+    for parent, name, child in ancestors(node):
+        if isinstance(child, ast.ExceptHandler) and isinstance(parent, ast.Try) and name == "handlers":
+            errors = ast.unparse(child.type) if child.type is not None else ""
+            if ("ImportError" in errors or "ModuleNotFoundError" in errors) and _imports_work(types, parent.body):
+                return f"not reached with this provider: the import at line {parent.body[0].lineno} works"
     return ""
+
+
+def _imports_work(types: "Types", body: list[ast.stmt]) -> bool:
+    """Whether a `try` block holds imports of the provider alone, and finds all of them."""
+    for statement in body:
+        if not isinstance(statement, ast.ImportFrom) or not types.world.owns(statement.module or ""):
+            return False
+        for alias in statement.names:
+            meanings = types.names.member(statement.module or "", alias.name)
+            if meanings[0].missing or meanings[0].dark:
+                return False
+    return True
 
 
 def _value(types: "Types", test: ast.expr, scope: Scope, depth: int) -> bool | None:
     if depth > 6:
         return None
+    if isinstance(test, ast.Name | ast.Attribute) and ast.unparse(test).rpartition(".")[2] == "TYPE_CHECKING":
+        return False
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         inner = _value(types, test.operand, scope, depth + 1)
         return None if inner is None else not inner
@@ -64,8 +83,10 @@ def _value(types: "Types", test: ast.expr, scope: Scope, depth: int) -> bool | N
 def _call(types: "Types", test: ast.Call, scope: Scope) -> bool | None:
     name = ast.unparse(test.func).rpartition(".")[2]
     texts = [a.value for a in [*test.args, *(k.value for k in test.keywords)] if isinstance(a, ast.Constant)]
-    if name == "hasattr" and len(test.args) == 2 and isinstance(test.args[1], ast.Constant):
-        return _has(types, test.args[0], str(test.args[1].value), scope)
+    if name in ("hasattr", "getattr") and len(test.args) > 1 and isinstance(test.args[1], ast.Constant):
+        there = _has(types, test.args[0], str(test.args[1].value), scope)
+        falls_back = len(test.args) == 3 and isinstance(test.args[2], ast.Constant) and not test.args[2].value
+        return there if name == "hasattr" else False if there is False and falls_back else None
     numbers = [text for text in texts if isinstance(text, str) and NUMBER.match(text)]
     about = any(text in types.world.provider.packages for text in texts) or any(
         top in name for top in types.world.provider.packages
@@ -82,7 +103,7 @@ def _call(types: "Types", test: ast.Call, scope: Scope) -> bool | None:
 def _has(types: "Types", node: ast.expr, name: str, scope: Scope) -> bool | None:
     answers = []
     for option in options(types.infer(node, scope)):
-        if not of_provider(option):
+        if not calls.relevant(types, option):
             return None
         found = types.find(option, name)
         answers.append(None if found.opaque or found.made else found.value is not None)

@@ -160,7 +160,7 @@ def _of(types: "Types", fn: Fn, call: ast.Call | None, scope: Scope | None) -> V
     chosen = overload(fn, call) or node
     value = _declared(types, fn, chosen, call, scope)
     if isinstance(value, Unknown):
-        told = _from_body(types, func)
+        told = _own_class(fn, _from_body(types, func))
         if not isinstance(told, Unknown):
             value = told
         elif "annotation" in value.reason and chosen.returns is None:
@@ -230,6 +230,12 @@ def _yields(node: FunctionNode) -> bool:
         if not isinstance(inner, NESTED):
             stack.extend(ast.iter_child_nodes(inner))
     return False
+
+
+def _own_class(fn: Fn, value: Value) -> Value:
+    """What a class method that returns `cls(…)` gives, when it is called on a class below."""
+    mine = isinstance(fn.receiver, Cls) and fn.func.owner is not None and value == Obj(fn.func.owner)
+    return Obj(fn.receiver.info) if mine and isinstance(fn.receiver, Cls) else value
 
 
 def _from_body(types: "Types", func: FuncInfo) -> Value:

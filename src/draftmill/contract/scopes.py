@@ -245,7 +245,7 @@ def reaching(bindings: list[Binding], use: ast.AST) -> list[Binding]:
             kept = [binding]
             continue
         blocks = _blocks(binding.node)
-        if any(isinstance(p, ast.If) and fields.get(id(p), name) != name for p, name in blocks):
+        if any(isinstance(p, ast.If) and {fields.get(id(p)), name} == {"body", "orelse"} for p, name in blocks):
             continue
         home, name = _home(binding)
         if _end(binding.node) > _start(use) and binding.kind != "except":

@@ -50,7 +50,7 @@ def _reads(call: ast.Call) -> Iterator[ast.AST]:
     if isinstance(parent, ast.Await):
         node, parent = parent, parent.parent  # type: ignore[attr-defined]
     if not (isinstance(parent, ast.Assign) and len(parent.targets) == 1 and parent.value is node):
-        yield parent if parent is not None else node
+        yield _reader(node)
         return
     target = parent.targets[0]
     if isinstance(target, ast.Tuple | ast.List):
@@ -66,7 +66,14 @@ def _reads(call: ast.Call) -> Iterator[ast.AST]:
         return
     for name in same:
         if isinstance(name.ctx, ast.Load):
-            yield name.parent  # type: ignore[attr-defined]
+            yield _reader(name)
+
+
+def _reader(node: ast.AST) -> ast.AST:
+    """The node that reads `node` itself; `node` where it only stands in the other's index or body."""
+    parent: ast.AST | None = getattr(node, "parent", None)
+    taken = getattr(parent, "iter" if isinstance(parent, ast.For | ast.AsyncFor) else "value", None)
+    return parent if parent is not None and taken is node else node
 
 
 def unusable(types: "Types", call: ast.Call, scope: Scope, fn: Fn) -> str:

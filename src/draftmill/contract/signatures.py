@@ -6,7 +6,19 @@ from typing import TYPE_CHECKING, Any
 
 from draftmill.contract import fields, known
 from draftmill.contract.hierarchy import Member
-from draftmill.contract.values import ClassInfo, Cls, Contract, Ext, Fn, FunctionNode, Obj, Super, Unknown, Value
+from draftmill.contract.values import (
+    ClassInfo,
+    Cls,
+    Contract,
+    Ext,
+    Fn,
+    FuncInfo,
+    FunctionNode,
+    Obj,
+    Super,
+    Unknown,
+    Value,
+)
 
 if TYPE_CHECKING:
     from draftmill.contract.types import Types
@@ -18,7 +30,9 @@ SILENT = {"object", "abc.ABC", "typing.Generic", "typing.Protocol", "typing_exte
 def of(types: "Types", value: Value) -> Contract:
     """The contract of a callable value."""
     if isinstance(value, Fn):
-        return function(value)
+        owner = value.func.owner if value.func.node.name == "__init__" else None
+        rewritten = _rewritten(types, owner) if owner is not None else None
+        return function(Fn(rewritten, value.receiver) if rewritten is not None else value)
     if isinstance(value, Cls):
         return constructor(types, value.info)
     if isinstance(value, Obj | Super):
@@ -107,6 +121,10 @@ def _outside(info: ClassInfo, ancestor: Ext, doubts: list[str]) -> Contract | No
 
 def _defined(types: "Types", info: ClassInfo, ancestor: ClassInfo, path: tuple[str, ...]) -> Contract | None:
     members = types.hierarchy.members(ancestor)
+    rewritten = _rewritten(types, ancestor)
+    if rewritten is not None:
+        path = (*path, f"a decorator of the class replaces its constructor by {rewritten.name} ({rewritten.site})")
+        return Contract(rewritten.name, rewritten.site, read(rewritten.node, bound=True), path)
     for name in ("__init__", "__new__"):
         found = [m for m in members.get(name, ()) if isinstance(m.node, FunctionNode)]
         if name == "__new__" and found and _generated(types, ancestor):
@@ -115,6 +133,29 @@ def _defined(types: "Types", info: ClassInfo, ancestor: ClassInfo, path: tuple[s
             return _method(ancestor, found[-1], path)
     kind = _generated(types, ancestor)
     return (kind and fields.generated(types, info, kind, path)) or None
+
+
+def _rewritten(types: "Types", info: ClassInfo) -> FuncInfo | None:
+    """The function that a decorator of the class, or a function that it calls, puts in the place of `__init__`."""
+    for decorator in info.node.decorator_list:
+        target = decorator.func if isinstance(decorator, ast.Call) else decorator
+        value = types.infer(target, info.scope)
+        if not isinstance(value, Fn) or not value.func.module.provider:
+            continue
+        for func in (value.func, *_called(types, value.func)):
+            for node in ast.walk(func.node):
+                if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name):
+                    ends = [t.attr for t in node.targets if isinstance(t, ast.Attribute)]
+                    made = types.infer(node.value, func.module.scope_around(node)) if "__init__" in ends else None
+                    if isinstance(made, Fn):
+                        return made.func
+    return None
+
+
+def _called(types: "Types", func: FuncInfo) -> list[FuncInfo]:
+    calls = [node for node in ast.walk(func.node) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+    values = (types.infer(node.func, func.module.scope_around(node)) for node in calls)
+    return [value.func for value in values if isinstance(value, Fn) and value.func.module.provider]
 
 
 def _inherits_init(types: "Types", info: ClassInfo) -> bool:

@@ -18,6 +18,37 @@ CASES: dict[str, tuple[str, str, Expected]] = {
         "try:\n    from provider import f\nexcept ImportError:\n    f = None\n",
         [],
     ),
+    "not reached: the first of two imports works": (
+        "def f(): ...\n",
+        "try:\n    from provider import f\nexcept ImportError:\n    from provider.old import f\n",
+        [],
+    ),
+    "reached: the second of two imports": (
+        "",
+        "try:\n    from provider import f\nexcept ImportError:\n    from provider.old import f\n",
+        [("broken", "missing target", 4)],
+    ),
+    "not reached: only for type checkers": (
+        "",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from provider import f\n",
+        [],
+    ),
+    "not reached: hasattr of an attribute that a class below may have": (
+        "class A: ...\n",
+        "from provider import A\nclass B(A):\n    def f(self):\n        if hasattr(self, 'x'):\n            self.x\n",
+        [],
+    ),
+    "not reached: getattr with a default": (
+        "class A: ...\n",
+        "from provider import A\na = A()\nif getattr(a, 'x', None):\n    a.x\n",
+        [],
+    ),
+    "a walrus hides the loop's variable": (
+        "class A:\n    x: int\nclass B: ...\ndef f() -> list[B]: ...\ndef g() -> A: ...\n",
+        "from provider import f, g\ndef h():\n    for one in f():\n        pass\n"
+        "    if one := g():\n        return one.x\n    return one.y\n",
+        [("broken", "missing attribute", 7)],
+    ),
     "not reached: hasattr": ("", "import provider\nif hasattr(provider, 'f'):\n    provider.f()\n", []),
     "reached: hasattr, negated": (
         "",
@@ -113,6 +144,16 @@ CASES: dict[str, tuple[str, str, Expected]] = {
         "from provider import A\nclass B(A):\n    def f(self, a): ...\n",
         [],
     ),
+    "an override that a call breaks": (
+        "class A:\n    def f(self, a, b=None): ...\n    def run(self): self.f(1, b=2)\n",
+        "from provider import A\nclass B(A):\n    def f(self, a): ...\n",
+        [("broken", "override mismatch", 3)],
+    ),
+    "an override beside a class whose calls differ": (
+        "class A:\n    def f(self, a, b=None): ...\nclass C(A):\n    def run(self): self.f(1, b=2)\n",
+        "from provider import A\nclass B(A):\n    def f(self, a): ...\n",
+        [],
+    ),
     "super() and its constructor": (
         "class A:\n    def __init__(self, a): ...\n",
         "from provider import A\nclass B(A):\n    def __init__(self):\n        super().__init__()\n",
@@ -126,9 +167,26 @@ CASES: dict[str, tuple[str, str, Expected]] = {
     "an awaited call by name": (
         "class A:\n    async def collective_rpc(self, method, args=()): ...\n"
         "class WorkerBase:\n    def f(self) -> int: ...\n",
-        "from provider import A\nasync def g():\n"
-        "    for reply in await A().collective_rpc('f'):\n        print(reply)\n",
+        "from provider import A\nasync def g():\n    for one in await A().collective_rpc('f'):\n        one\n",
         [],
+    ),
+    "a result that is an index": (
+        "def f() -> int: ...\n",
+        "from provider import f\nat = f()\nprint([1, 2][at], at[0])\n",
+        [("broken", "return shape", 2)],
+    ),
+    "a result that is only an index": (
+        "def f() -> int: ...\n",
+        "from provider import f\nat = f()\nprint([1, 2][at], [1][f()])\n",
+        [],
+    ),
+    "a class's decorator that replaces its constructor": (
+        "def make(cls):\n    old = cls.__init__\n    def __init__(self, *, a): old(self, a)\n"
+        "    cls.__init__ = __init__\n    return cls\n"
+        "def decorated(*, flag): return lambda cls: make(cls)\n"
+        "@decorated(flag=1)\nclass A:\n    def __init__(self, a): ...\n",
+        "from provider import A\nA(1)\nA(a=1)\nclass B(A):\n    def __init__(self):\n        super().__init__(1)\n",
+        [("broken", "too many positionals", 2), ("broken", "too many positionals", 6)],
     ),
     "a frozen enum's member": (
         "from enum import Enum\nclass E(Enum):\n    A = 1\n",
