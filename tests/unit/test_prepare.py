@@ -1,13 +1,14 @@
 """prepare, with tokenizers made here: no model and no network."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 
 from draftmill import prepare as stage
@@ -46,12 +47,14 @@ class Slow(PreTrainedTokenizer):
     """A tokenizer of characters that knows no offsets."""
 
     def __init__(self, template: str) -> None:
-        super().__init__(eos_token="<|im_end|>", bos_token="<|im_start|>")
+        # Ids past the last character's, so that no character is taken for a marker.
+        markers = {sys.maxunicode + 1 + n: AddedToken(token, special=True) for n, token in enumerate(SPECIAL)}
+        super().__init__(added_tokens_decoder=markers, eos_token="<|im_end|>", bos_token="<|im_start|>")
         self.chat_template = template
 
     @property
     def vocab_size(self) -> int:
-        return 0x11000
+        return sys.maxunicode + 1
 
     def get_vocab(self) -> dict[str, int]:
         return {**self.added_tokens_encoder}
