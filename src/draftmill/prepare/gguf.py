@@ -17,6 +17,7 @@ PROBES = (
     "a\r\nb",
     "日本語 émoji 🎉",
     "1234 567",
+    "f (x) , y . z , don 't",
 )
 
 
@@ -43,6 +44,7 @@ def convert(source: Path, folder: Path, console: Console) -> None:
             f"cannot read {source}: {error}", next_step="name a GGUF file of a Llama-like model"
         ) from error
     _name_special_tokens(tokenizer, model.config)
+    _as_the_file_says(tokenizer, source)
     _check(tokenizer, source)
     with whole_folder(folder) as work:
         model.save_pretrained(work)
@@ -57,6 +59,16 @@ def _name_special_tokens(tokenizer: Any, config: Any) -> None:
         token_id = getattr(config, f"{name}_token_id")
         if token_id is not None:
             setattr(tokenizer, f"{name}_token", tokenizer.convert_ids_to_tokens(token_id))
+
+
+def _as_the_file_says(tokenizer: Any, source: Path) -> None:
+    """The conversion puts a first token before every text, though the file forbids it, and tidies decoded spaces."""
+    from gguf import GGUFReader
+
+    field = GGUFReader(source).get_field("tokenizer.ggml.add_bos_token")
+    if field is not None:
+        tokenizer.add_bos_token = bool(field.contents())
+    tokenizer.clean_up_tokenization_spaces = False
 
 
 def _check(tokenizer: Any, source: Path) -> None:
