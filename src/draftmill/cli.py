@@ -7,20 +7,34 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+import typer.core
 from rich.console import Console
 
 from draftmill import compute, contract, evaluate, extract, patches, pins, prepare, report, store, train
-from draftmill.errors import DraftmillError, Interrupted, PatchError, RecipeError, StoreError
+from draftmill.errors import DiskError, DraftmillError, Interrupted, PatchError, RecipeError, StoreError
+from draftmill.files import FULL
 from draftmill.process import foreground
 from draftmill.recipe import Recipe
 
 # What a user of `run` waits for, in this order. Each runs in a process of its own, so that its memory is given back.
 STAGES = ("prepare", "extract", "train", "evaluate", "report")
 
+
+class _Commands(typer.core.TyperGroup):
+    """Commands that Ctrl-C and SIGTERM end as an error of ours, with its message: click itself only says Aborted."""
+
+    def invoke(self, ctx: Any) -> object:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise _interrupted() from None
+
+
 app = typer.Typer(
+    cls=_Commands,
     help="From conversations to a measured EAGLE-3 draft model. `draftmill run` does all five stages; without "
     "--recipe, on a small real model (the demo).",
     no_args_is_help=True,
@@ -178,6 +192,7 @@ def _top(
 ) -> None:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its advice is for those who write code with it
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin while they wait take the cores from others
 
@@ -195,8 +210,17 @@ def main(command: Callable[..., object] = app) -> None:
         _complain(error)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
-        _complain(Interrupted("interrupted", next_step="run the same command again: what is finished is kept"))
+        _complain(_interrupted())
         sys.exit(Interrupted.exit_code)
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        _complain(DiskError(f"the disk is full: {error}", next_step="make room and run the same command again"))
+        sys.exit(DiskError.exit_code)
+
+
+def _interrupted() -> Interrupted:
+    return Interrupted("interrupted", next_step="run the same command again: what is finished is kept")
 
 
 def _interrupt(*_: object) -> None:

@@ -47,7 +47,7 @@ def cpu_has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 def set_up_vllm(tensor_parallel: int = 1) -> None:
     """Sets what vLLM's CPU build reads from the environment and cannot guess; what the user has set stays."""
-    # A forked worker keeps the pipe by which it learns that we have died, and outlives us.
+    # A forked worker holds the pipe whose end tells it that we have died, and the store's lock: it would keep both.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     if has_cuda():
         return

@@ -7,18 +7,26 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from draftmill.errors import DiskError
+from draftmill.errors import DiskError, DraftmillError
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+_SPARE = 1 << 20  # less than this left, and what failed to be written failed for that
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Writes a file that appears whole or not at all."""
+    """Writes a file that appears whole or not at all.
+
+    Raises:
+        DiskError: it cannot be written; what was there before still is.
+    """
     part = path.with_name(path.name + ".part")
-    with part.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    part.rename(path)
-    sync(path.parent)
+    with disk_errors(path, part):
+        with part.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        part.rename(path)
+        sync(path.parent)
 
 
 @contextlib.contextmanager
@@ -26,18 +34,22 @@ def whole_folder(final: Path) -> Iterator[Path]:
     """A fresh folder to write into, which replaces `final` when the block ends without an error.
 
     Its files are on the disk before it does, so that a crash leaves the old folder or the new one.
+
+    Raises:
+        DiskError: it cannot be written; what was there before still is.
     """
     work = final.with_name(f".{final.name}.part")
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
     try:
-        yield work
-        for path in (*work.iterdir(), work):
-            sync(path)
-        if final.exists():
-            shutil.rmtree(final)
-        work.rename(final)
-        sync(final.parent)
+        with disk_errors(final):
+            shutil.rmtree(work, ignore_errors=True)
+            work.mkdir(parents=True)
+            yield work
+            for path in (*work.iterdir(), work):
+                sync(path)
+            if final.exists():
+                shutil.rmtree(final)
+            work.rename(final)
+            sync(final.parent)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
@@ -51,20 +63,28 @@ def sync(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def disk_errors(place: Path, part: Path | None = None, also: type[Exception] = OSError) -> Iterator[None]:
+def disk_errors(place: Path, part: Path | None = None) -> Iterator[None]:
     """Turns what the file system refuses into a DiskError, and takes the unfinished file away.
 
-    Args:
-        also: how a library reports the same.
+    Libraries report a full disk by errors of their own (torch.save by a RuntimeError); they are told by what is free.
     """
     try:
         yield
-    except (OSError, also) as error:
+    except DraftmillError:
+        raise
+    except Exception as error:
+        full = getattr(error, "errno", None) in FULL or _free(place) < _SPARE
         if part is not None:
             part.unlink(missing_ok=True)
-        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "os error 28" in str(error)
+        if not full and not isinstance(error, OSError):
+            raise
         raise DiskError(
             f"cannot write to {place}: {'the disk is full' if full else error}",
             cause="" if full else "the file system is read-only, or not ours to write",
             next_step="make room and run the same command again: what was written is valid, and it resumes",
         ) from error
+
+
+def _free(place: Path) -> int:
+    there = next((folder for folder in (place, *place.parents) if folder.exists()), Path())
+    return shutil.disk_usage(there).free

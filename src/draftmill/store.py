@@ -249,7 +249,7 @@ class StoreWriter:
             checksums[str(index)] = sample.checksum()
         path = self.store.shard(number)
         part = path.with_suffix(".part")
-        with disk_errors(self.store.path, part, also=_safetensors_error()):
+        with disk_errors(self.store.path, part):
             save_file(tensors, part, metadata={"checksums": json.dumps(checksums)})
             sync(part)
             part.rename(path)

@@ -53,6 +53,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     return dict(text)
 
 
+def length_limit(config: dict[str, Any], wanted: int) -> int:
+    """The tokens that a sample may have: those wanted, or fewer where the target itself takes fewer."""
+    return min(int(config.get("max_position_embeddings") or wanted), wanted)
+
+
 def identify(folder: Path) -> TargetIdentity:
     """The identity of the target in `folder`.
 

@@ -38,7 +38,7 @@ def read_samples(path: Path, vocab_size: int | None = None) -> Iterator[TokenSam
             for number, line in enumerate(file, start=1):
                 try:
                     yield parse(json.loads(line.decode()), vocab_size, default_id=f"{path.name}:{number}")
-                except ValueError as error:  # JSON's and UTF-8's errors are ValueErrors too
+                except (ValueError, RecursionError) as error:  # JSON's and UTF-8's errors are ValueErrors too
                     raise DataError(
                         f"{path}, line {number}: {error}", next_step="correct or remove that line"
                     ) from error

@@ -43,6 +43,31 @@ def test_ctrl_c_ends_as_a_message() -> None:
     assert caught.value.code == 130
 
 
+def test_ctrl_c_in_a_command_ends_as_a_message(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.pins, "check", interrupted)
+    monkeypatch.setattr(sys, "argv", ["draftmill", "pins", "check"])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert caught.value.code == 130
+    assert "run the same command again" in capsys.readouterr().err
+
+
+def test_a_full_disk_anywhere_ends_as_a_message(capsys: pytest.CaptureFixture[str]) -> None:
+    def full() -> None:
+        with Path("/dev/full").open("w") as file:
+            file.write("x")
+
+    with pytest.raises(SystemExit) as caught:
+        cli.main(full)
+    assert caught.value.code == errors.DiskError.exit_code
+    assert "the disk is full" in capsys.readouterr().err
+
+
 def test_help_names_every_stage() -> None:
     text = RUNNER.invoke(cli.app, ["--help"]).output
     assert all(stage in text for stage in (*cli.STAGES, "run", "store", "patches", "pins"))

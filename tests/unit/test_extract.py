@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from draftmill import compute, extract
 from draftmill.errors import DataError, DiskError, Interrupted, LayerError, StackError, StoreError, TargetError
+from draftmill.extract.engine import calls
 from draftmill.recipe import Recipe
 from draftmill.store import Store
 from draftmill.tokens import TokenSample
@@ -61,9 +62,9 @@ class FakeEngine:
     failure: BaseException
 
     def __init__(
-        self, model_path: str, layer_ids: list[int], max_model_len: int, max_num_batched_tokens: int = 0, **more: Any
+        self, model_path: str, layer_ids: list[int], max_model_len: int, trust_remote_code: bool = False, **more: Any
     ) -> None:
-        self.started.append({"model_path": model_path, "max_model_len": max_model_len, **more})
+        self.started.append({"max_model_len": max_model_len, "trust_remote_code": trust_remote_code, **more})
         self.layer_ids = layer_ids
         self.executor = SimpleNamespace(collective_rpc=self._rpc, shutdown=lambda: None)
         self.capturing: tuple[int, ...] = tuple(layer_ids)
@@ -174,6 +175,7 @@ def test_every_sample_is_extracted_in_its_order(job: Job, engine: type[FakeEngin
                 assert torch.equal(rows, states(expected.input_ids, k).to(torch.bfloat16))
     assert [s["max_model_len"] for s in engine.started] == [LIMIT]
     assert [s["dtype"] for s in engine.started] == ["float32"]
+    assert [s["trust_remote_code"] for s in engine.started] == [False]
 
 
 def test_the_rates_are_written(job: Job, engine: type[FakeEngine]) -> None:
@@ -187,6 +189,27 @@ def test_the_rates_are_written(job: Job, engine: type[FakeEngine]) -> None:
     folder = job.recipe.folder
     files = [*folder.store_train.glob("shard-*"), *folder.store_held_out.glob("shard-*")]
     assert rates["bytes"] == sum(file.stat().st_size for file in files)
+
+
+def test_the_rates_are_of_all_attempts(job: Job, engine: type[FakeEngine]) -> None:
+    def rates() -> dict[str, Any]:
+        found = json.loads(job.recipe.folder.extraction_json.read_text())
+        assert isinstance(found, dict)
+        return found
+
+    engine.fail_at, engine.failure = 2, KeyboardInterrupt()
+    with pytest.raises(Interrupted):
+        extract.extract(job.recipe)
+    first = rates()
+    assert first["tokens"] == sum(LENGTHS[:4])
+    engine.fail_at = None
+    extract.extract(job.recipe)
+    assert rates()["tokens"] == sum(LENGTHS) + 6
+    assert rates()["seconds"] > first["seconds"]
+    for path in (job.recipe.folder.store_train, job.recipe.folder.store_held_out):
+        shutil.rmtree(path)
+    extract.extract(job.recipe)
+    assert rates()["tokens"] == sum(LENGTHS) + 6
 
 
 def test_a_whole_store_starts_no_engine(job: Job, engine: type[FakeEngine], capsys: pytest.CaptureFixture[str]) -> None:
@@ -360,7 +383,7 @@ def test_an_engine_that_fails_in_the_middle(job: Job, engine: type[FakeEngine]) 
 
 
 def test_an_engine_that_does_not_start(job: Job, engine: type[FakeEngine], monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: FakeEngine, *args: Any, max_num_batched_tokens: int = 0, **more: Any) -> None:
+    def refuse(self: FakeEngine, *args: Any, trust_remote_code: bool = False, **more: Any) -> None:
         os.write(2, logged)
         raise Exception("WorkerProc initialization failed")
 
@@ -392,7 +415,7 @@ def test_no_speculators(job: Job, engine: type[FakeEngine], monkeypatch: pytest.
 @given(st.lists(st.integers(1, 50), max_size=30), st.integers(1, 120))
 def test_a_shard_is_cut_into_calls(lengths: list[int], limit: int) -> None:
     samples = [sample(i, n) for i, n in enumerate(lengths)]
-    cut = list(extract.calls(samples, limit))
+    cut = list(calls(samples, limit))
     assert [s for call in cut for s in call] == samples
     for call, after in itertools.pairwise(cut):
         tokens = sum(len(s.input_ids) for s in call)

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 
 from draftmill import prepare as stage
-from draftmill.errors import DataError, RecipeError, TargetError
+from draftmill.errors import DataError, DiskError, RecipeError, TargetError
 from draftmill.prepare import answers
 from draftmill.prepare.conversations import Conversation, Dropped, Turn, normalise
 from draftmill.prepare.masks import Encoder, TemplateError
@@ -141,6 +141,10 @@ def turn(role: str, content: object) -> dict[str, object]:
         ({"conversations": [turn("human", "q"), turn("tool", "t"), turn("gpt", "a")]}, "unknown role: tool"),
         ({"conversations": [turn("human", "q"), turn("human", "q"), turn("gpt", "a")]}, "roles do not alternate"),
         ({"conversations": [turn("human", "q"), turn("gpt", None)]}, "a turn that is no text"),
+        (
+            {"conversations": [turn("human", "q"), turn("gpt", "\ud83d")]},
+            "half a character (a lone surrogate) in a turn",
+        ),
         ({"conversations": [turn("human", "q"), "a"]}, "a turn that is no object"),
         ({"messages": [{"role": "system", "content": "s"}]}, "no turns"),
     ],
@@ -251,6 +255,54 @@ def test_truncation_keeps_what_has_something_to_learn(folder: Path) -> None:
     assert summary()["dropped"] == {"nothing to learn from: the mask is empty": 1}
 
 
+def test_a_limit_counts_what_is_of_use(folder: Path) -> None:
+    Path("in.jsonl").write_text(
+        messages("q 0", "a" * 300) + messages("q 1", "a") + messages("q 1", "a") + messages("q 2", "a") + "broken"
+    )
+    stage.prepare(recipe(sources=[{"format": "messages", "path": "in.jsonl", "limit": 2}]))
+    assert summary()["kept"] == 2
+
+
+def test_the_targets_own_limit_holds(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("in.jsonl").write_text(messages("q", "a" * 600) + messages("q", "a" * 300))
+    stage.prepare(recipe(max_length=4096))
+    assert summary()["dropped"] == {"longer than max_length": 1}
+    assert "the target takes 512 tokens" in capsys.readouterr().out
+
+
+def test_a_marker_that_the_target_has_no_row_for(folder: Path) -> None:
+    path = folder / "target" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "vocab_size": 201}))
+    Path("in.jsonl").write_text(messages("q", "a") + messages("q", "a b"))  # a space is 222
+    stage.prepare(recipe())
+    assert summary()["dropped"] == {"token ids outside the target's vocabulary": 1}
+
+
+@pytest.mark.parametrize("content", ["damaged", "[]", "{}", '{"files": {}}', '{"files": 3, "inputs": 1}', "\x00"])
+def test_a_damaged_summary_is_made_anew(folder: Path, content: str) -> None:
+    Path("in.jsonl").write_text(messages("q", "a"))
+    stage.prepare(recipe())
+    before = summary()
+    Path("runs/r/prepared/prepared.json").write_text(content)
+    stage.prepare(recipe())
+    assert {**summary(), "seconds": 0} == {**before, "seconds": 0}
+
+
+def test_a_full_disk(small_disk: Path, folder: Path) -> None:
+    Path("in.jsonl").write_text("".join(messages(f"q {n}", "a" * 150) for n in range(4000)))
+    wide = recipe()
+    with pytest.raises(DiskError, match="the disk is full"):
+        stage.prepare(wide.model_copy(update={"run": wide.run.model_copy(update={"folder": str(small_disk)})}))
+    assert not (small_disk / "r" / "prepared" / "prepared.json").exists()
+
+
+def test_a_gguf_file_that_is_not_there(folder: Path) -> None:
+    Path("in.jsonl").write_text(messages("q", "a"))
+    wanted = recipe()
+    with pytest.raises(TargetError, match=r"cannot read nowhere\.gguf"):
+        stage.prepare(wanted.model_copy(update={"target": wanted.target.model_copy(update={"path": "nowhere.gguf"})}))
+
+
 def test_a_limit_stops_reading(folder: Path) -> None:
     Path("in.jsonl").write_text(messages("q 1", "a") + messages("q 2", "a") + "broken")
     stage.prepare(recipe(sources=[{"format": "messages", "path": "in.jsonl", "limit": 2}]))
@@ -271,6 +323,8 @@ GOOD_TOKENS = json.dumps({"input_ids": [1, 2], "loss_mask": [0, 1]}) + "\n"
         ("sharegpt", b'[{"a": "\xff"}]', "near byte"),
         ("messages", messages("q", "a").encode() + b"{\n", r"in\.jsonl, line 2"),
         ("messages", b"\xff\xfe\n", r"in\.jsonl, line 1: .*utf-8"),
+        ("messages", b'{"messages": ' + b"[" * 100_000 + b"\n", r"in\.jsonl, line 1: .*recursion"),
+        ("tokens", b'{"input_ids": ' + b"[" * 100_000 + b"\n", r"in\.jsonl, line 1: .*recursion"),
         (
             "tokens",
             GOOD_TOKENS.encode() + b'{"input_ids": [1, 2], "loss_mask": [1]}\n',

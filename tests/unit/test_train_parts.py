@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftmill.errors import DiskError, StoreError, TrainingError
+from draftmill.files import whole_folder
 from draftmill.recipe import Train
 from draftmill.train import checkpoint, loss, order, record, schedule, ttt, vocabulary
-from draftmill.train.folders import whole_folder
 
 lengths = st.lists(st.integers(1, 50), min_size=1, max_size=40)
 
@@ -154,7 +154,7 @@ def test_a_damaged_checkpoint_is_named(damage: str, tmp_path: Path) -> None:
         index.write_text("{")
     else:
         (index if damage == "no index" else state).unlink()
-    with pytest.raises(TrainingError, match="step-00000005 is damaged"):
+    with pytest.raises(TrainingError, match=r"step-00000005 is damaged"):
         checkpoint.load(tmp_path, identity=IDENTITY)
 
 
@@ -182,7 +182,7 @@ def test_a_full_disk_keeps_the_checkpoint_before(small_disk: Path) -> None:
     large = checkpoint.Checkpoint(
         step=6, position=order.Position(), seconds=0.0, tensors={"model": {"w": torch.zeros(4_000_000)}}
     )
-    with pytest.raises(DiskError, match="step 6"):
+    with pytest.raises(DiskError, match=r"step-00000006.*the disk is full"):
         checkpoint.save(small_disk, large, identity=IDENTITY, keep=1)
     found = checkpoint.load(small_disk, identity=IDENTITY)
     assert found is not None

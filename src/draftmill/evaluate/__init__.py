@@ -24,7 +24,7 @@ from draftmill.evaluate.prompts import Prompt
 from draftmill.evaluate.reference import ReferenceEngine
 from draftmill.evaluate.results import Decoded, Difference, Evaluation, SetResult
 from draftmill.evaluate.target import Target
-from draftmill.files import disk_errors, write_whole
+from draftmill.files import write_whole
 from draftmill.target import identify
 
 if TYPE_CHECKING:
@@ -103,8 +103,7 @@ def evaluate(recipe: Recipe) -> None:
         )
     finally:
         engine.close()
-    with disk_errors(path):
-        write_whole(path, (evaluation.model_dump_json(indent=2) + "\n").encode())
+    write_whole(path, (evaluation.model_dump_json(indent=2) + "\n").encode())
     _say(evaluation, f"wrote {path}")
 
 

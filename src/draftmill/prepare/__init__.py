@@ -4,9 +4,6 @@ import hashlib
 import json
 import random
 import time
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,30 +12,14 @@ from rich.table import Table
 
 from draftmill import target
 from draftmill.errors import DataError, TargetError
-from draftmill.files import write_whole
+from draftmill.files import disk_errors, write_whole
 from draftmill.prepare import gguf
 from draftmill.prepare.answers import regenerate
-from draftmill.prepare.conversations import Conversation, Dropped, read
-from draftmill.prepare.masks import METHODS, Encoder, TemplateError
+from draftmill.prepare.collect import Collector, Counts
+from draftmill.prepare.conversations import Conversation
+from draftmill.prepare.masks import METHODS, Encoder
 from draftmill.recipe import Recipe, Source, resolve
 from draftmill.tokens import TokenSample
-
-EXAMPLES = 3  # places named for each reason to drop something
-
-
-@dataclass
-class _Counts:
-    """What was read, and what became of it."""
-
-    read: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
-    places: dict[str, list[str]] = field(default_factory=dict)
-
-    def drop(self, reason: str, place: str) -> None:
-        self.dropped[reason] += 1
-        found = self.places.setdefault(reason, [])
-        if len(found) < EXAMPLES:
-            found.append(place)
 
 
 def prepare(recipe: Recipe, *, keep_going: bool = False) -> None:
@@ -58,17 +39,19 @@ def prepare(recipe: Recipe, *, keep_going: bool = False) -> None:
         gguf.convert(source, recipe.folder.target, console)
     target.identify(recipe.target_folder)
     config = target.read_config(recipe.target_folder)
+    recipe = _within(recipe, config, console)
     encoder = _encoder(recipe)
     inputs = _inputs(recipe, keep_going)
     folder = recipe.folder.prepared
     if _already(folder, inputs):
         console.print(f"{folder} is prepared already", markup=False)
         return
-    folder.mkdir(parents=True, exist_ok=True)
-    counts = _Counts()
+    with disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
-    collected = list(_collect(recipe, encoder, config["vocab_size"], counts, keep_going))
-    samples, rate = _samples(recipe, encoder, collected, counts)
+    counts = Counts()
+    collector = Collector(recipe=recipe, encoder=encoder, vocab_size=config["vocab_size"], counts=counts)
+    samples, rate = _answered(recipe, collector, collector.collect(keep_going=keep_going))
     if not samples:
         rows = ", ".join(f"{reason}: {count}" for reason, count in counts.dropped.most_common())
         raise DataError(
@@ -91,6 +74,15 @@ def prepare(recipe: Recipe, *, keep_going: bool = False) -> None:
     }
     write_whole(folder / "prepared.json", (json.dumps(summary, indent=1, ensure_ascii=False) + "\n").encode())
     _print(summary, console)
+
+
+def _within(recipe: Recipe, config: dict[str, Any], console: Console) -> Recipe:
+    """The recipe with a length limit that the target can take."""
+    limit = target.length_limit(config, recipe.data.max_length)
+    if limit == recipe.data.max_length:
+        return recipe
+    console.print(f"data.max_length is {recipe.data.max_length}, the target takes {limit} tokens: {limit} it is")
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"max_length": limit})})
 
 
 def _encoder(recipe: Recipe) -> Encoder:
@@ -135,106 +127,36 @@ def _file_digest(source: Source) -> str:
 
 def _already(folder: Path, inputs: str) -> bool:
     path = folder / "prepared.json"
-    if not path.exists():
-        return False
-    summary = json.loads(path.read_text(encoding="utf-8"))
-    return bool(summary.get("inputs") == inputs) and all(
-        (folder / name).exists() and summary["files"][name] == hashlib.sha256((folder / name).read_bytes()).hexdigest()
-        for name in summary["files"]
-    )
-
-
-def _collect(
-    recipe: Recipe, encoder: Encoder, vocab_size: int, counts: _Counts, keep_going: bool
-) -> Iterator[Conversation | TokenSample]:
-    """Reads the sources until each has given what its limit asks for, less duplicates and what is too long."""
-    wanted = recipe.data.regenerate
-    seen: set[str] = set()
-    for source in recipe.data.sources:
-        kept = 0
-        for found in read(source, vocab_size, answered=not wanted.enabled, keep_going=keep_going):
-            counts.read += 1
-            if isinstance(found, Conversation) and wanted.enabled:
-                found = found.without_answers(wanted.turns)
-            if reason := _refused(found, recipe, encoder, seen):
-                counts.drop(reason, found.place if not isinstance(found, TokenSample) else found.id)
-                continue
-            assert not isinstance(found, Dropped)
-            seen.add(_digest(found))
-            yield found
-            kept += 1
-            if kept == source.limit:
-                break
-
-
-def _digest(found: Conversation | TokenSample) -> str:
-    if isinstance(found, Conversation):
-        return found.digest
-    return hashlib.sha256(json.dumps([found.input_ids, found.loss_mask]).encode()).hexdigest()
-
-
-def _refused(found: Conversation | TokenSample | Dropped, recipe: Recipe, encoder: Encoder, seen: set[str]) -> str:
-    """Why this cannot be used; empty where it can."""
-    if isinstance(found, Dropped):
-        return found.reason
-    if _digest(found) in seen:
-        return "a duplicate"
-    if isinstance(found, TokenSample) or not recipe.data.regenerate.enabled:
-        return ""
     try:
-        prompt = encoder.prompt(found.messages()[: 2 if found.turns[0].role == "system" else 1])
-    except TemplateError as error:
-        return str(error)
-    room = recipe.data.max_length - recipe.data.regenerate.max_new_tokens
-    return "" if len(prompt) <= room else "no room for an answer within max_length"
+        summary = json.loads(path.read_text(encoding="utf-8"))
+        files = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in summary["files"]}
+        return bool(summary["inputs"] == inputs and summary["files"] == files)
+    except (OSError, ValueError, KeyError, TypeError):  # damaged, by whichever way: it is made again
+        return False
 
 
-def _samples(
-    recipe: Recipe, encoder: Encoder, collected: list[Conversation | TokenSample], counts: _Counts
+def _answered(
+    recipe: Recipe, collector: Collector, collected: dict[str, Conversation | TokenSample]
 ) -> tuple[dict[str, TokenSample], float]:
     """The samples by the digest that decides their split, and the rate of generation."""
-    conversations = [c for c in collected if isinstance(c, Conversation)]
+    conversations = [item for item in collected.values() if isinstance(item, Conversation)]
     answers: dict[str, TokenSample] = {}
     rate = 0.0
-    if recipe.data.regenerate.enabled and conversations:
+    if conversations:
         file = recipe.folder.prepared / "regenerated.jsonl"
-        answers, rate = regenerate(recipe, encoder, conversations, file)
-    found: dict[str, TokenSample] = {}
-    for item in collected:
-        digest, place = _digest(item), item.place if isinstance(item, Conversation) else item.id
-        try:
-            sample = (
-                item if isinstance(item, TokenSample) else answers.get(digest) or _encode(item, digest, encoder, recipe)
-            )
-        except TemplateError as error:
-            counts.drop(str(error), place)
+        answers, rate = regenerate(recipe, collector.encoder, conversations, file)
+    samples: dict[str, TokenSample] = {}
+    for digest, item in collected.items():
+        if isinstance(item, TokenSample):
+            samples[digest] = item
             continue
-        fitted = _fit(sample, recipe)
+        answer = answers.get(digest)
+        fitted = collector.fit(answer) if answer else "the target gave no answer"
         if isinstance(fitted, str):
-            counts.drop(fitted, place)
+            collector.counts.drop(fitted, item.place)
         else:
-            found[digest] = fitted
-    return found, rate
-
-
-def _encode(conversation: Conversation, digest: str, encoder: Encoder, recipe: Recipe) -> TokenSample:
-    if recipe.data.regenerate.enabled:
-        raise TemplateError("the target gave no answer")
-    ids, mask = encoder.encode(conversation)
-    return TokenSample(id=digest, input_ids=ids, loss_mask=mask)
-
-
-def _fit(sample: TokenSample, recipe: Recipe) -> TokenSample | str:
-    """The sample within the length limit, or why it is dropped."""
-    limit = recipe.data.max_length
-    ids, mask = sample.input_ids, sample.loss_mask
-    if len(ids) > limit:
-        if recipe.data.overlong == "drop":
-            return "longer than max_length"
-        ids, mask = ids[:limit], mask[:limit]
-    if not any(mask):
-        return "nothing to learn from: the mask is empty"
-    return TokenSample(id=sample.id, input_ids=ids, loss_mask=mask)
+            samples[digest] = fitted
+    return samples, rate
 
 
 def _split(samples: dict[str, TokenSample], recipe: Recipe) -> tuple[list[TokenSample], list[TokenSample]]:

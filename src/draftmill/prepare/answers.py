@@ -16,7 +16,7 @@ from rich.console import Console
 
 from draftmill import compute, target
 from draftmill.errors import StackError
-from draftmill.files import write_whole
+from draftmill.files import disk_errors, write_whole
 from draftmill.prepare.conversations import Conversation
 from draftmill.prepare.masks import Encoder, TemplateError
 from draftmill.recipe import Recipe
@@ -132,7 +132,7 @@ def _answer_all(
 ) -> float:
     batch = recipe.data.regenerate.batch
     generated, start = 0, time.monotonic()
-    with compute.progress(console) as bar, file.open("a", encoding="utf-8") as output:
+    with compute.progress(console) as bar, disk_errors(file), file.open("a", encoding="utf-8") as output:
         task = bar.add_task("answer", total=len(todo), rate="")
         for first in range(0, len(todo), batch):
             for sample in _answer(recipe, engine, encoder, todo[first : first + batch]):

@@ -121,7 +121,7 @@ def _lines(path: Path, keep_going: bool) -> Iterator[tuple[str, Any]]:
             place = f"{path.name}:{number}"
             try:
                 yield place, json.loads(line.decode())
-            except ValueError as error:  # JSON's and UTF-8's errors are ValueErrors too
+            except (ValueError, RecursionError) as error:  # JSON's and UTF-8's errors are ValueErrors too
                 yield place, _broken(f"{path}, line {number}", str(error), place, keep_going)
 
 
@@ -167,6 +167,8 @@ def _turn(item: Any) -> Turn | str:
         return "a turn that is no text"
     if not content.strip():
         return "an empty turn"
+    if any("\ud800" <= character <= "\udfff" for character in content):
+        return "half a character (a lone surrogate) in a turn"
     return Turn(role=ROLES[name], content=content)
 
 

@@ -84,5 +84,8 @@ def _check(tokenizer: Any, source: Path) -> None:
 
 
 def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise TargetError(f"cannot read {path}: {error.strerror}", next_step="check [target] path") from error

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict
 
 from draftmill.errors import StoreError
-from draftmill.files import disk_errors, write_whole
+from draftmill.files import write_whole
 from draftmill.report import figures, sources, toml
 from draftmill.report.machine import Machine, now, patch_digest, versions
 
@@ -68,9 +68,8 @@ def report(recipe: Recipe) -> None:
         )
     points = sources.metrics(folder.metrics_jsonl)
     found = gather(recipe, points)
-    with disk_errors(folder.report_html):
-        write_whole(folder.report_json, (found.model_dump_json(indent=2) + "\n").encode())
-        write_whole(folder.report_html, page(recipe, found, points).encode())
+    write_whole(folder.report_json, (found.model_dump_json(indent=2) + "\n").encode())
+    write_whole(folder.report_html, page(recipe, found, points).encode())
     sys.stdout.write(f"wrote {folder.report_html} and {folder.report_json.name}\n")
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from draftmill.errors import DiskError, TrainingError
-from draftmill.train.folders import whole_folder
+from draftmill.errors import TrainingError
+from draftmill.files import whole_folder
 from draftmill.train.order import Position
 
 if TYPE_CHECKING:
@@ -47,24 +47,17 @@ def save(folder: Path, checkpoint: Checkpoint, *, identity: Mapping[str, object]
     import torch
 
     final = folder / f"{_PREFIX}{checkpoint.step:08d}"
-    try:
-        with whole_folder(final) as work:
-            torch.save(dict(checkpoint.tensors), work / _STATE)
-            index = {
-                "step": checkpoint.step,
-                "epoch": checkpoint.position.epoch,
-                "cursor": checkpoint.position.cursor,
-                "seconds": checkpoint.seconds,
-                "sha256": _digest(work / _STATE),
-                "identity": identity,
-            }
-            (work / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    except (OSError, RuntimeError) as error:  # torch.save reports a full disk as a RuntimeError
-        raise DiskError(
-            f"cannot write the checkpoint of step {checkpoint.step} to {folder}: {error}",
-            cause="the disk is full",
-            next_step="free some space and run again: training goes on from the checkpoint before",
-        ) from error
+    with whole_folder(final) as work:
+        torch.save(dict(checkpoint.tensors), work / _STATE)
+        index = {
+            "step": checkpoint.step,
+            "epoch": checkpoint.position.epoch,
+            "cursor": checkpoint.position.cursor,
+            "seconds": checkpoint.seconds,
+            "sha256": _digest(work / _STATE),
+            "identity": identity,
+        }
+        (work / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     for old in _found(folder)[:-keep]:
         shutil.rmtree(old)
     return final

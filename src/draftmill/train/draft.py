@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftmill.errors import TargetError
+from draftmill.files import whole_folder
 from draftmill.layers import LayerContract
 from draftmill.recipe import Recipe
-from draftmill.train.folders import whole_folder
 
 if TYPE_CHECKING:
     from draftmill.train.vocabulary import Vocabulary
