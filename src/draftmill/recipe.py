@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -43,11 +44,20 @@ class Target(_Section):
     trust_remote_code: bool = False
 
 
+def _pattern(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise ValueError(f"is no regular expression: {error}") from error
+    return text
+
+
 class Source(_Section):
-    """One file of conversations. `limit` takes the first so many usable conversations."""
+    """One file of conversations. `limit` takes the first so many usable ones whose user's turns have a `match`."""
 
     format: Literal["sharegpt", "messages", "tokens"]
     path: str
+    match: Annotated[str, AfterValidator(_pattern)] | None = None
     limit: int | None = Field(default=None, ge=1)
 
 

@@ -263,6 +263,16 @@ def test_a_limit_counts_what_is_of_use(folder: Path) -> None:
     assert summary()["kept"] == 2
 
 
+def test_a_source_may_be_asked_for_what_its_users_ask(folder: Path) -> None:
+    text = messages("write code", "a") + messages("hello", "code") + messages("hi", "a", "now Code it", "b")
+    Path("in.jsonl").write_text(text)
+    source = {"format": "messages", "path": "in.jsonl", "match": "(?i)code"}
+    stage.prepare(recipe(sources=[source]))
+    assert summary()["dropped"] == {"not matching": 1}
+    with pytest.raises(ValueError, match="is no regular expression"):
+        recipe(sources=[{**source, "match": "(code"}])
+
+
 def test_the_targets_own_limit_holds(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("in.jsonl").write_text(messages("q", "a" * 600) + messages("q", "a" * 300))
     stage.prepare(recipe(max_length=4096))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from draftmill.prepare.conversations import Conversation, Dropped, read
 from draftmill.prepare.masks import Encoder, TemplateError
-from draftmill.recipe import Recipe
+from draftmill.recipe import Recipe, Source
 from draftmill.tokens import TokenSample
 
 EXAMPLES = 3  # places named for each reason to drop something
@@ -54,10 +54,10 @@ class Collector:
             for found in read(source, self.vocab_size, answered=not regenerate.enabled, keep_going=keep_going):
                 self.counts.read += 1
                 item = found
-                if isinstance(item, Conversation) and regenerate.enabled:
-                    item = item.without_answers(regenerate.turns)
-                digest = "" if isinstance(item, Dropped) else _digest(item)
-                usable = self._usable(item, digest) if digest not in collected else "a duplicate"
+                if isinstance(found, Conversation) and regenerate.enabled:
+                    item = found.without_answers(regenerate.turns)
+                digest = _digest(item)
+                usable = self._usable(item, digest, source) if digest not in collected else "a duplicate"
                 if isinstance(usable, str):
                     self.counts.drop(usable, item.id if isinstance(item, TokenSample) else item.place)
                     continue
@@ -67,12 +67,16 @@ class Collector:
                     break
         return collected
 
-    def _usable(self, item: Conversation | TokenSample | Dropped, digest: str) -> Conversation | TokenSample | str:
+    def _usable(
+        self, item: Conversation | TokenSample | Dropped, digest: str, source: Source
+    ) -> Conversation | TokenSample | str:
         """What becomes of one conversation or sample, or why it is dropped."""
         if isinstance(item, Dropped):
             return item.reason
         if isinstance(item, TokenSample):
             return self.fit(item)
+        if source.match and not item.asks(source.match):
+            return "not matching"
         try:
             if self.recipe.data.regenerate.enabled:
                 return self._answerable(item)
@@ -105,7 +109,9 @@ class Collector:
 _OUTSIDE = "token ids outside the target's vocabulary"
 
 
-def _digest(found: Conversation | TokenSample) -> str:
+def _digest(found: Conversation | TokenSample | Dropped) -> str:
+    if isinstance(found, Dropped):
+        return ""
     if isinstance(found, Conversation):
         return found.digest
     return hashlib.sha256(json.dumps([found.input_ids, found.loss_mask]).encode()).hexdigest()

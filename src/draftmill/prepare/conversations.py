@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,10 @@ class Conversation:
         """sha256 of roles and contents: two conversations with one digest are duplicates."""
         parts = [[turn.role, turn.content] for turn in self.turns]
         return hashlib.sha256(json.dumps(parts, ensure_ascii=False).encode("utf-8", "surrogatepass")).hexdigest()
+
+    def asks(self, pattern: str) -> bool:
+        """Whether the user says something that matches a regular expression."""
+        return any(re.search(pattern, turn.content) for turn in self.turns if turn.role == "user")
 
     def messages(self) -> list[dict[str, str]]:
         """The form that chat templates take."""
