@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 TRAINING_JSON = "training.json"
 _FIRST_NORM = 0.5
+_SELF = 2.0  # variance of the first keys' entries; a row's own score is then head_dim ** 0.5 times as much
 _LLAMA_ROPE = ("rope_theta", "rope_scaling")
 
 
@@ -106,8 +107,8 @@ def build(recipe: Recipe, target: Any, contract: LayerContract, vocabulary: Voca
     """A fresh `Eagle3DraftModel` in float32 on the CPU, the same for the same `run.seed`.
 
     Embedding and head are the target's. `fc` starts as the mean of the three layers' states, which share the residual
-    stream's basis, beside its random part; and the last norm starts low, so that first guesses are unsure and not
-    wrong with confidence. Both save hundreds of steps over a random start.
+    stream's basis, beside its random part; every row first attends to itself; and the last norm starts low, so that
+    first guesses are unsure and not wrong with confidence. Each saves hundreds of steps over a random start.
 
     Raises:
         TargetError: the target's folder lacks the embedding or has another shape than its configuration says.
@@ -132,8 +133,23 @@ def build(recipe: Recipe, target: Any, contract: LayerContract, vocabulary: Voca
         width = model.fc.out_features
         model.fc.weight += torch.eye(width).repeat(1, len(contract.ids)) / len(contract.ids)
         model.norm.weight.fill_(_FIRST_NORM)
+        for layer in model.layers:
+            _attend_to_self(layer.self_attn)
     model.lm_head.weight.requires_grad = recipe.train.train_head
     return model
+
+
+def _attend_to_self(attention: Any) -> None:
+    """Makes every query its own key, so that a row's first look is at the token whose successor is asked for.
+
+    Random queries and keys look at the whole text alike, and the token drowns in it.
+    """
+    import torch
+
+    key = attention.k_proj.weight
+    torch.nn.init.normal_(key, std=(_SELF / key.shape[1]) ** 0.5)
+    groups = key.view(-1, 1, attention.head_dim, key.shape[1])
+    attention.q_proj.weight.view(len(groups), -1, *groups.shape[2:]).copy_(groups)
 
 
 def target_head(recipe: Recipe) -> Any:
