@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -336,6 +338,20 @@ def test_what_is_missing_is_named(target_folder: Path, prompt_file: Path, tmp_pa
         evaluate.evaluate(recipe(target_folder, prompt_file, tmp_path, max_new_tokens=250))
     with pytest.raises(TargetError, match="cannot load the target"):
         evaluate.evaluate(recipe(tmp_path / "nothing", prompt_file, tmp_path))
+
+
+@pytest.mark.parametrize(("window", "used", "fits"), [(40, True, False), (40, False, True), (None, True, True)])
+def test_a_sliding_window_bounds_the_reference_loop(
+    target_folder: Path, prompt_file: Path, tmp_path: Path, window: int | None, used: bool, fits: bool
+) -> None:
+    folder = shutil.copytree(target_folder, tmp_path / "target")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"sliding_window": window, "use_sliding_window": used}
+    (folder / "config.json").write_text(json.dumps(config))
+    r = recipe(folder, prompt_file, tmp_path)
+    make_draft(r.folder.draft)
+    with nullcontext() if fits else pytest.raises(DataError, match="longer than"):
+        evaluate.read(r)
 
 
 def test_vllm_is_refused_where_it_has_no_speculative_decoding(

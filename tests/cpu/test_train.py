@@ -391,6 +391,24 @@ def test_gradients_are_those_of_the_library_where_the_library_is_right(
         assert torch.allclose(gradient, reference, rtol=1e-3, atol=1e-5), name
 
 
+def test_a_fresh_draft_looks_at_itself_first(make: Callable[..., Recipe]) -> None:
+    recipe = make()
+    opened = data.open_train(recipe, identify(recipe.target_folder))
+    chosen = vocabulary.choose(opened.counts, 48, [EOS])
+    model = draft.build(recipe, draft.target_config(recipe), opened.contract, chosen)
+    pack = opened.pack([max(opened.usable, key=lambda i: opened.store.lengths[i])])
+    hidden = model.fc(pack.hidden_states)
+    inputs, _ = ttt._normed(model.layers[0], 0, model.embed_tokens(pack.input_ids), hidden)
+    rotary = model.rotary_emb(hidden, ttt.positions_of(pack)[None])
+    attention = model.layers[0].self_attn
+    query = ttt._queries(attention, inputs, rotary, None)
+    key, _ = ttt._keys_values(attention, inputs, rotary)
+    key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    weights = (torch.einsum("qhd,khd->hqk", query, key) * attention.scaling).softmax(-1)
+    assert len(pack.input_ids) > 10
+    assert weights.diagonal(dim1=1, dim2=2).mean() > 0.5
+
+
 @pytest.mark.parametrize("layers", [1, 2])
 def test_a_neighbour_in_the_pack_changes_nothing(layers: int, make: Callable[..., Recipe]) -> None:
     recipe = make(extra=f"num_layers = {layers}")

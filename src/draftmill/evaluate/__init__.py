@@ -127,18 +127,22 @@ def read(recipe: Recipe) -> Inputs:
             next_step="check [target] path; for a GGUF file run draftmill prepare first",
         ) from error
     draft = DraftConfig.read(recipe.folder.draft, config)
-    room = config.max_position_embeddings - recipe.evaluate.max_new_tokens - recipe.evaluate.draft_tokens
+    wanted = recipe.evaluate.engine
+    engine = wanted if wanted != "auto" else ("vllm" if has_cuda() else "reference")
+    limit = config.max_position_embeddings
+    if engine == "reference" and getattr(config, "use_sliding_window", True):
+        limit = min(limit, getattr(config, "sliding_window", None) or limit)  # its loop attends to everything
+    room = limit - recipe.evaluate.max_new_tokens - recipe.evaluate.draft_tokens
     sets = {p.name: prompt_files.load(p, tokenizer, room=room) for p in recipe.evaluate.prompts}
     if len(sets) < len(recipe.evaluate.prompts):
         raise RecipeError("two prompt sets have the same name", next_step="give each its own")
-    wanted = recipe.evaluate.engine
     return Inputs(
         draft=draft,
         draft_digest=digest(recipe.folder.draft),
         target_digest=identify(folder).fingerprint,
         sets=sets,
         stop=stop_tokens(folder, tokenizer),
-        engine=wanted if wanted != "auto" else ("vllm" if has_cuda() else "reference"),
+        engine=engine,
     )
 
 

@@ -45,7 +45,8 @@ def load(prompts: Prompts, tokenizer: Any, *, room: int) -> list[Prompt]:
         names = ", ".join(f"{key} ({length} tokens)" for key, length in overlong[:5])
         raise DataError(
             f"{len(overlong)} prompts of {path} are longer than {room} tokens: {names}",
-            cause="prompt, new tokens and drafted tokens have to fit the target's limit together",
+            cause="prompt, new tokens and drafted tokens have to fit the target's limit together, and where the "
+            "reference loop decodes, its sliding window",
             next_step="take these prompts out, or lower [evaluate] max_new_tokens",
         )
     return read
