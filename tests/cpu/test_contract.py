@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from draftmill import patches
 from draftmill.contract import binding, signatures
 from draftmill.contract.audit import Audit, audit
 from draftmill.contract.findings import allow, allowances
@@ -37,6 +38,49 @@ def test_nothing_that_the_patched_speculators_asks_of_vllm_is_broken(result: Aud
     assert report.unused_allowances == []
     assert report.count("compatible") > 60
     assert report.count("unresolved") <= UNRESOLVED * len(report.findings)
+
+
+WORKER = "speculators/data_generation/custom_worker.py"
+GENERATOR = "speculators/data_generation/vllm_hidden_states_generator.py"
+# What running the pristine 0.3.0 found one crash after the other, and where the patches' reasons are.
+DRIFT = {
+    "D1": ("missing argument", f"{GENERATOR}:194", "is_encoder_decoder"),
+    "D2": ("unknown argument", f"{GENERATOR}:136", "kv_cache_specs"),
+    "D3": ("unknown argument", f"{GENERATOR}:234", "eos_token_id"),
+    "D4": ("missing argument", f"{GENERATOR}:148", "block_size"),
+    "D5": ("missing attribute", f"{WORKER}:30", "get_input_embeddings"),
+    "D6": ("return shape", f"{GENERATOR}:267", "unique_reply_rank"),
+    "D10": ("override mismatch", f"{WORKER}:17", "extra_layer_kwargs"),
+    "six nested targets": ("missing attribute", f"{WORKER}:107", "have no attribute 'model'"),
+}
+
+
+@pytest.fixture(scope="module")
+def pristine() -> Audit:
+    return audit(open_tree(str(patches.pristine())), installed("vllm"))
+
+
+@pytest.mark.parametrize("name", DRIFT)
+def test_the_pristine_release_breaks_where_it_crashes(pristine: Audit, name: str) -> None:
+    kind, place, words = DRIFT[name]
+    found = [f for f in pristine.report.findings if str(f.consumer) == place and f.verdict == "broken"]
+    assert [f.kind for f in found] == [kind]
+    assert words in found[0].message
+
+
+def test_the_pristine_release_breaks_nowhere_else(pristine: Audit) -> None:
+    broken = {str(f.consumer) for f in pristine.report.findings if f.verdict == "broken"}
+    assert broken == {place for _, place, _ in DRIFT.values()}
+
+
+def test_what_looks_changed_and_is_not(pristine: Audit) -> None:
+    """OK1: three definitions have this name, and only the executor's is the contract."""
+    uses = [f for f in pristine.report.findings if f.use.startswith("self.executor.initialize_from_config")]
+    assert [(f.verdict, str(f.provider)) for f in uses] == [("compatible", "vllm/v1/executor/abstract.py:112")]
+    path = "\n".join(uses[0].path)
+    assert "MultiprocExecutor (vllm/v1/executor/multiproc_executor.py:95) inherits it" in path
+    for other in ("vllm/v1/worker/worker_base.py:316", "vllm/v1/worker/gpu_worker.py:464"):
+        assert any(step.startswith("not ") and other in step for step in uses[0].path), other
 
 
 def contracts(result: Audit) -> dict[str, signatures.Contract]:

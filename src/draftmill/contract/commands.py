@@ -38,7 +38,8 @@ def run(
     markdown: Annotated[Path | None, typer.Option(help="Write the report here as Markdown.")] = None,
     explain: Annotated[str, typer.Option(help="Say all about the uses whose text holds this.")] = "",
     allow_: Annotated[
-        Path | None, typer.Option("--allow", help="Findings that are known: TOML, [[allow]] with file, use and reason.")
+        Path | None,
+        typer.Option("--allow", help="Findings that are known: TOML tables `allow`, each with file, use and reason."),
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Show what is compatible too.")] = False,
     show_schema: Annotated[bool, typer.Option("--schema", help="Print the JSON report's schema, and end.")] = False,

@@ -31,9 +31,10 @@ def print_table(console: Console, report: Report, trees: tuple[Tree, Tree], *, e
         found = [finding for finding in report.findings if finding.verdict == verdict]
         if not found or (verdict == "compatible" and not everything):
             continue
-        table = Table(title=f"{verdict}: {len(found)}", title_style=STYLES[verdict], title_justify="left", expand=True)
-        for column, ratio in (("kind", 2), ("consumer", 4), ("provider", 4), ("what", 7)):
-            table.add_column(column, ratio=ratio, overflow="fold")
+        title = f"{verdict}: {len(found)}"
+        table = Table(title=title, title_style=STYLES[verdict], title_justify="left", expand=True, show_lines=True)
+        for column in ("consumer, and provider", "what"):
+            table.add_column(column, ratio=1, overflow="fold")
         for finding in found:
             table.add_row(*_row(finding, trees))
         console.print(table)
@@ -45,18 +46,15 @@ def print_table(console: Console, report: Report, trees: tuple[Tree, Tree], *, e
     console.print(summary(report), markup=False)
 
 
-def _row(finding: Finding, trees: tuple[Tree, Tree]) -> tuple[str, str, str, str]:
+def _row(finding: Finding, trees: tuple[Tree, Tree]) -> tuple[str, str]:
     here = line_of(trees[:1], finding.consumer.file, finding.consumer.line)
     place = finding.provider
     there = line_of(trees[::-1], place.file, place.line) if place else ""
+    places = [f"{finding.consumer}", f"  {here}", *([f"{place}", f"  {there}"] if place else [])]
     was, dash, replaced = finding.proposal.partition(" — ")
     parts = [finding.message, f"{was.partition(':')[0]}: {replaced}" if dash else was]
-    return (
-        escape(finding.kind or finding.how),
-        escape(f"{finding.consumer}\n{here}"),
-        escape(f"{place or ''}\n{there}"),
-        escape("\n".join([finding.use, *(part for part in parts if part)])),
-    )
+    what = [f"[bold]{escape(finding.kind or finding.how)}[/]", *map(escape, [finding.use, *filter(None, parts)])]
+    return escape("\n".join(places)), "\n".join(what)
 
 
 def summary(report: Report) -> str:
