@@ -201,8 +201,7 @@ class Hierarchy:
             name, world = info.node.name, self.types.world
             found: list[ClassInfo] = []
             for module in filter(None, map(world.module, world.derived.get(name, ()))):
-                nodes = [n for n in module.class_nodes if any(name in ast.dump(base) for base in n.bases)]
-                others = map(module.class_of, nodes)
+                others = [module.class_of(node) for node in module.class_nodes if node.bases]
                 found += [other for other in others if other is not info and info in self.bases(other)]
             self._children[id(info)] = found
         return self._children[id(info)]

@@ -14,6 +14,7 @@ from draftmill.contract.values import ClassInfo, FuncInfo, FunctionNode
 
 CLASS = re.compile(rb"^[ \t]*class\s+\w+\s*\(([^()]*(?:\([^()]*\)[^()]*)*)\)\s*:", re.MULTILINE)
 NAME = re.compile(rb"\w+")
+ALIAS = re.compile(rb"\b(\w+)\s+as\s+(\w+)")
 
 
 @dataclass(eq=False)
@@ -228,14 +229,14 @@ class World:
 
     @cached_property
     def derived(self) -> dict[str, list[str]]:
-        """For each name that stands among the bases of a class of the provider, the modules with such a class."""
+        """For each name that stands among the bases of a class of the provider, also under the name that an import gave
+        it, the modules with such a class."""
         found: dict[str, list[str]] = {}
         for name, data in self.texts:
-            for bases in CLASS.findall(data):
-                for base in NAME.findall(bases):
-                    modules = found.setdefault(base.decode(), [])
-                    if not modules or modules[-1] != name:
-                        modules.append(name)
+            renamed = {alias: original for original, alias in ALIAS.findall(data)}
+            bases = {base for listed in CLASS.findall(data) for base in NAME.findall(listed)}
+            for base in sorted(bases | {renamed[base] for base in bases if base in renamed}):
+                found.setdefault(base.decode(), []).append(name)
         return found
 
     def provider_files_with(self, text: str) -> list[Module]:

@@ -247,3 +247,13 @@ def test_evidence_names_both_lines_and_the_signature(pair: Pair) -> None:
     finding = pair("\n\ndef f(a: int, *, b: str = 'x') -> None: ...\n", "from provider import f\n\nf(1)\n")[-1]
     assert (str(finding.consumer), str(finding.provider)) == ("consumer/__init__.py:3", "provider/__init__.py:3")
     assert finding.signature == "provider.f(a: int, *, b: str = 'x') -> None"
+
+
+def test_a_class_below_is_found_under_the_name_that_an_import_gave_its_base(pair: Pair) -> None:
+    provider = {
+        "old.py": "class Worker: ...\n",
+        "new.py": "from provider.old import Worker as Before\nclass Worker(Before):\n    runner: int = 0\n",
+    }
+    consumer = "from provider.old import Worker\ndef f(worker: Worker):\n    worker.runner\n    worker.walker\n"
+    found = [(f.verdict, f.consumer.line) for f in pair(provider, consumer)]
+    assert found[-2:] == [("unresolved", 3), ("broken", 4)]
