@@ -105,9 +105,10 @@ def _of_children(types: "Types", info: ClassInfo, name: str) -> Found | None:
     """An attribute that only classes below have: a value declared as the class may well be one of those."""
     if not info.module.provider:
         return None
-    for child in types.hierarchy.below(info)[1:]:
+    for child in (*types.hierarchy.below(info)[1:], *types.hierarchy.ours_below(info)):
         lookup = types.hierarchy.lookup(child, name)
-        reason = f"only {child.name} ({child.site}), which derives from {info.name}, has it"
+        whose = "" if child.module.provider else "the consumer's own "
+        reason = f"only {whose}{child.name} ({child.site}), which derives from {info.name}, has it"
         if lookup.members:
             value = either([read(types, member, Obj(child)) for member in _chosen(lookup.members)])
             return Found(value, lookup.members[-1].site, (reason,), reason)

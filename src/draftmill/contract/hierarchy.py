@@ -57,6 +57,7 @@ class Hierarchy:
     _members: dict[int, dict[str, list[Member]]] = field(default_factory=dict)
     _dynamic: dict[int, str] = field(default_factory=dict)
     _children: dict[int, list[ClassInfo]] = field(default_factory=dict)
+    _ours: dict[int, list[ClassInfo]] | None = None
 
     def bases(self, info: ClassInfo) -> list[Ancestor]:
         found: list[Ancestor] = []
@@ -212,6 +213,17 @@ class Hierarchy:
         for ancestor in found:
             found += [child for child in self.children(ancestor) if child not in found]
         return found
+
+    def ours_below(self, info: ClassInfo) -> list[ClassInfo]:
+        """Every class of the consumer that derives from `info`."""
+        if self._ours is None:
+            self._ours = {}
+            modules = (self.types.world.module(name) for name, _ in self.types.world.consumer.files())
+            nodes = [(m, node) for m in modules if m for node in ast.walk(m.tree) if isinstance(node, ast.ClassDef)]
+            for module, node in nodes:
+                for ancestor in self.mro(module.class_of(node))[1:]:
+                    self._ours.setdefault(id(ancestor), []).append(module.class_of(node))
+        return self._ours.get(id(info), [])
 
     def named(self, name: str) -> list[ClassInfo]:
         """The provider's top-level classes of that name."""

@@ -1,7 +1,7 @@
 """Where the provider calls the consumer: subclasses, overridden methods, and methods replaced at run time."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from inspect import Parameter, Signature
 from typing import TYPE_CHECKING
@@ -126,7 +126,7 @@ def override(types: "Types", use: Use) -> list[Finding]:
     wrong = mismatch(wanted.signature, given.signature)
     if not wrong:
         return [finding(use, "compatible", evidence=told)]
-    broken = failing_call(types, use.name, info, given)
+    broken = failing_call(types, use.name, info, given, wanted)
     if broken:
         return [finding(use, "broken", "override mismatch", broken, evidence=told)]
     note = f"no call in the provider fails, though it takes less than what it overrides: {wrong[0]}"
@@ -142,9 +142,26 @@ def _inherited(types: "Types", info: ClassInfo, name: str) -> Member | None:
     return None
 
 
-def failing_call(types: "Types", name: str, info: ClassInfo, given: Contract) -> str:
+def taken_below(types: "Types", callee: Value, given: binding.Arguments) -> str:
+    """The consumer's override that takes what the provider's own method does not: the object may well be of that
+    class."""
+    if not (isinstance(callee, Fn) and isinstance(callee.receiver, Obj) and callee.receiver.info.module.provider):
+        return ""
+    for child in types.hierarchy.ours_below(callee.receiver.info):
+        for member in types.hierarchy.members(child).get(callee.func.node.name, ())[-1:]:
+            mine = results.method(types, member, Obj(child))
+            if isinstance(mine, Fn) and not binding.misfits(types, signatures.function(mine), given):
+                return f"the consumer's own {child.name} ({member.site}) takes it"
+    return ""
+
+
+def failing_call(types: "Types", name: str, info: ClassInfo, given: Contract, wanted: Contract) -> str:
     """The provider's call of method `name`, on an object that may be of the consumer's class `info`, that `given`
-    cannot take: what it is called on is declared as `info` or as an ancestor of it."""
+    cannot take: what it is called on is declared as `info` or as an ancestor of it.
+
+    A call that the overridden method, or another of the provider's overrides, cannot take either is none: it is of
+    another branch of the family.
+    """
     family = {ancestor for ancestor in types.hierarchy.mro(info) if isinstance(ancestor, ClassInfo)}
     for module in types.world.provider_files_with(f".{name}(")[:SITES]:
         for node in ast.walk(module.tree):
@@ -154,10 +171,21 @@ def failing_call(types: "Types", name: str, info: ClassInfo, given: Contract) ->
             receivers = options(types.infer(node.func.value, scope))
             if not any(isinstance(r, Obj) and r.info in family for r in receivers):
                 continue
-            wrong = [m for m in binding.misfits(types, given, binding.arguments(types, node, scope)) if not m.unsure]
-            if wrong:
+            arguments = binding.arguments(types, node, scope)
+            wrong = [m for m in binding.misfits(types, given, arguments) if not m.unsure]
+            if wrong and not _varies(types, name, receivers, arguments, wanted):
                 return f"the provider calls it at {module.place}:{node.lineno}: {wrong[0].message}"
     return ""
+
+
+def _varies(
+    types: "Types", name: str, receivers: Iterable[Value], arguments: binding.Arguments, wanted: Contract
+) -> bool:
+    below = [c for r in receivers if isinstance(r, Obj) for c in types.hierarchy.below(r.info)]
+    members = [(m, c) for c in below for m in types.hierarchy.members(c).get(name, ())[-1:]]
+    others = [results.method(types, member, Obj(child)) for member, child in members]
+    contracts = [wanted, *(signatures.function(other) for other in others if isinstance(other, Fn))]
+    return any(not m.unsure for contract in contracts for m in binding.misfits(types, contract, arguments))
 
 
 def mismatch(base: Signature, mine: Signature) -> list[str]:

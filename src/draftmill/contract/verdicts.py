@@ -134,12 +134,13 @@ def judged_call(types: "Types", use: Use, callee: Value, looked: Finding) -> Fin
     wrong = binding.misfits(types, contract, given)
     path = [*looked.path, *contract.path, *overrides.namesakes(types, callee)]
     told = Evidence(contract.site, contract.text, path)
-    sure = [misfit for misfit in wrong if not misfit.unsure]
-    if sure:
-        message = "; ".join(dict.fromkeys(misfit.message for misfit in sure))
-        return finding(use, "broken", sure[0].kind, message, evidence=told)
     if wrong:
-        return finding(use, "unresolved", message=wrong[0].message, evidence=told)
+        sure = [misfit for misfit in wrong if not misfit.unsure]
+        instead = overrides.taken_below(types, callee, given) if sure else ""
+        message = "; ".join(dict.fromkeys(misfit.message for misfit in sure or wrong[:1]))
+        if sure and not instead:
+            return finding(use, "broken", sure[0].kind, message, evidence=told)
+        return finding(use, "unresolved", message="; ".join(filter(None, (message, instead))), evidence=told)
     reply = shapes.misread(callee, use.node) if isinstance(callee, Fn) else ""
     if isinstance(callee, Fn) and not reply:
         reply = shapes.unusable(types, use.node, use.scope, callee)

@@ -154,6 +154,23 @@ CASES: dict[str, tuple[str, str, Expected]] = {
         "from provider import A\nclass B(A):\n    def f(self, a): ...\n",
         [],
     ),
+    "an override like another of the provider's, which that call is not for": (
+        "class A:\n    def f(self, a): ...\nclass C(A):\n    def f(self, a, b): ...\n"
+        "class D(A):\n    def f(self, a, b): ...\ndef run(x: A): x.f(1)\n",
+        "from provider import D\nclass B(D):\n    def f(self, a, b): ...\nclass E(B):\n    def f(self, a, b, c): ...\n",
+        [],
+    ),
+    "an attribute that only a class of the consumer's own has": (
+        "class A: ...\ndef make() -> A: ...\n",
+        "from provider import A, make\nclass B(A):\n    x: int = 0\nmake().x\nmake().y\n",
+        [("unresolved", "", 4), ("broken", "missing attribute", 5)],
+    ),
+    "a call that only the consumer's own override takes": (
+        "class A:\n    def f(self, a): ...\ndef make() -> A: ...\n",
+        "from provider import A, make\nclass B(A):\n    def f(self, a, b=None): ...\nmake().f(1, b=2)\n"
+        "make().f(1, c=2)\n",
+        [("unresolved", "", 4), ("broken", "unknown argument", 5)],
+    ),
     "super() and its constructor": (
         "class A:\n    def __init__(self, a): ...\n",
         "from provider import A\nclass B(A):\n    def __init__(self):\n        super().__init__()\n",
