@@ -13,7 +13,7 @@ import typer
 import typer.core
 from rich.console import Console
 
-from draftmill import compute, contract, evaluate, extract, patches, pins, prepare, report, store, train
+from draftmill import compute, contract, evaluate, extract, patches, pins, prepare, report, serve, store, train
 from draftmill.errors import DiskError, DraftmillError, Interrupted, PatchError, RecipeError, StoreError
 from draftmill.files import FULL
 from draftmill.process import foreground
@@ -108,6 +108,18 @@ def evaluate_(recipe: RecipeFile = None, settings: Settings = None) -> None:
 @app.command("report", help="One HTML page and one JSON file on all of it.")
 def report_(recipe: RecipeFile = None, settings: Settings = None) -> None:
     report.report(_recipe(recipe, settings))
+
+
+@app.command(
+    "serve",
+    help="vLLM's OpenAI server, with the draft. What follows -- goes to `vllm serve`, as in: -- --port 8001",
+)
+def serve_(
+    recipe: RecipeFile = None,
+    settings: Settings = None,
+    options: Annotated[list[str] | None, typer.Argument(help="For `vllm serve`.", show_default=False)] = None,
+) -> None:
+    serve.serve(_recipe(recipe, settings), options or [])
 
 
 @app.command("run", help="All five stages. What an earlier run finished is kept.")

@@ -406,7 +406,7 @@ def test_a_fresh_draft_looks_at_itself_first(make: Callable[..., Recipe]) -> Non
     key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     weights = (torch.einsum("qhd,khd->hqk", query, key) * attention.scaling).softmax(-1)
     assert len(pack.input_ids) > 10
-    assert weights.diagonal(dim1=1, dim2=2).mean() > 0.5
+    assert weights.diagonal(dim1=1, dim2=2).mean() > 5 / len(pack.input_ids)  # alike would be 1
 
 
 @pytest.mark.parametrize("layers", [1, 2])
