@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -222,3 +223,24 @@ def test_d9_only_the_release_asks_cuda_for_memory(tree: str) -> None:
 
         source = (Path(speculators.__file__).parent / "data_generation" / Path(name).name).read_text()
     assert ("torch.cuda.mem_get_info()" in source) is (tree == "pristine")
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_the_decoder_of_a_target_that_nests_it_is_found(nested: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Llama 4 and five other targets keep their language model inside; the rest have no such method."""
+    from speculators.data_generation import custom_worker
+
+    asked: list[tuple[int, ...]] = []
+    decoder = SimpleNamespace(forward=lambda: torch.ones(1))
+    target = SimpleNamespace(model=decoder)
+    if nested:
+        target = SimpleNamespace(get_language_model=lambda: SimpleNamespace(model=decoder))
+    target.set_aux_hidden_state_layers = asked.append
+    before = decoder.forward
+    monkeypatch.setattr(custom_worker, "supports_eagle3", lambda model: model is target)
+    worker = custom_worker.HiddenStatesWorkerExtension()
+    worker.model_runner = SimpleNamespace(model=target, execute_model=None)
+    worker._setup_hidden_states_capture([2, 1])
+    assert asked == [(2, 1)]
+    assert decoder.forward is not before
+    assert torch.equal(decoder.forward(), torch.ones(1))

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from draftmill.contract.scopes import Scope, ancestors, ends
-from draftmill.contract.values import Cls, Ext, Fn, Obj, Tup, Unknown, Value, either, options
+from draftmill.contract.values import Cls, Either, Ext, Fn, Obj, Tup, Unknown, Value, either, options
 
 if TYPE_CHECKING:
     from draftmill.contract.types import Types
@@ -16,14 +16,27 @@ def narrow(types: "Types", node: ast.Name | ast.Attribute, scope: Scope, value: 
     if not hasattr(node, "parent") or not _chain(node):
         return value
     key = ast.unparse(node)
-    for test, positive in tests(node):
-        if key not in ast.unparse(test):
-            continue
-        for call, holds in _parts(test, positive):
-            narrowed = _by(types, call, key, scope) if holds and not _within(node, call) else None
-            if narrowed is not None:
-                return _meet(types, value, narrowed)
+    told = [test for test in tests(node) if key in ast.unparse(test[0])]
+    parts = [part for test, positive in told for part in _parts(test, positive) if not _within(node, part[0])]
+    for call, holds in parts:
+        narrowed = _by(types, call, key, scope) if holds else None
+        if narrowed is not None:
+            value = _meet(types, value, narrowed)
+            break
+    for call, holds in parts:
+        if ast.unparse(call.func) == "hasattr" and len(call.args) == 2 and ast.unparse(call.args[0]) == key:
+            value = _having(types, value, call.args[1], holds)
     return value
+
+
+def _having(types: "Types", value: Value, name: ast.expr, holds: bool) -> Value:
+    """The options of a value of several that surely have an attribute, or those that do not."""
+    if not (isinstance(value, Either) and isinstance(name, ast.Constant) and isinstance(name.value, str)):
+        return value
+    found = [(option, types.find(option, name.value)) for option in options(value)]
+    sure = [option for option, one in found if one.value is not None and not one.opaque]
+    kept = sure if holds else [option for option, _ in found if option not in sure]
+    return either(kept, every=value.every) if kept else value
 
 
 def _chain(node: ast.expr) -> bool:

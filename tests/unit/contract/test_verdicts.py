@@ -171,6 +171,11 @@ CASES: dict[str, tuple[str, str, Expected]] = {
         "make().f(1, c=2)\n",
         [("unresolved", "", 4), ("broken", "unknown argument", 5)],
     ),
+    "hasattr tells the options of a value apart": (
+        "class A:\n    x: int\nclass B:\n    y: int\ndef f() -> A | B: ...\n",
+        "from provider import f\none = f()\nif hasattr(one, 'x'):\n    one.x, one.y\nelse:\n    one.y, one.x\n",
+        [("broken", "missing attribute", 4), ("broken", "missing attribute", 6)],
+    ),
     "super() and its constructor": (
         "class A:\n    def __init__(self, a): ...\n",
         "from provider import A\nclass B(A):\n    def __init__(self):\n        super().__init__()\n",
