@@ -172,8 +172,12 @@ def test_killed_at_ten_random_moments(server: Server, unbroken: Run, run: Run) -
     assert not list((run.folder.root / "store").glob("**/*.part"))
 
 
+def counted(run: Run) -> int:
+    return int(json.loads(run.folder.extraction_json.read_text())["tokens"])
+
+
 def test_damage_is_found_named_and_repaired(server: Server, unbroken: Run) -> None:
-    before = unbroken.checksums()
+    before, tokens = unbroken.checksums(), counted(unbroken)
     truncated, flipped, deleted = unbroken.shards[1], unbroken.shards[7], unbroken.shards[-3]
     truncated.write_bytes(truncated.read_bytes()[:-11])
     data = bytearray(flipped.read_bytes())
@@ -187,10 +191,10 @@ def test_damage_is_found_named_and_repaired(server: Server, unbroken: Run) -> No
         assert any(path.name in line and kind in line for line in said.splitlines()), said
     assert unbroken.checksums() == before
     assert {path: place for path, place in unbroken.places().items() if path in kept} == kept
-    tokens = json.loads(unbroken.folder.extraction_json.read_text())["tokens"]
+    again = counted(unbroken) - tokens
     stores = {path: Store.open(path) for path in (unbroken.folder.store_train, unbroken.folder.store_held_out)}
     numbers = [(stores[path.parent], int(path.stem[-5:])) for path in (truncated, flipped, deleted)]
-    assert tokens == sum(store.lengths[i] for store, n in numbers for i in store.manifest.samples_of(n))
+    assert again == sum(store.lengths[i] for store, n in numbers for i in store.manifest.samples_of(n))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
