@@ -1,0 +1,8 @@
+#!/bin/sh
+# Runs a command of the build that downloads: with the CA bundle of the build secret `ca`, where there is one.
+set -eu
+ca=/run/secrets/ca
+if [ -s "$ca" ]; then
+    export SSL_CERT_FILE="$ca" PIP_CERT="$ca" REQUESTS_CA_BUNDLE="$ca" CURL_CA_BUNDLE="$ca" GIT_SSL_CAINFO="$ca"
+fi
+exec "$@"
