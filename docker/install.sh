@@ -2,7 +2,7 @@
 # Installs into /opt/venv what its arguments tell `uv pip install`, so that the same input gives the same bytes: no cache,
 # .pyc files that hold their source's hash instead of its time, and every time the one of SOURCE_DATE_EPOCH.
 set -eu
-export UV_NO_CACHE=1 UV_LINK_MODE=copy UV_COMPILE_BYTECODE=1 PYC_INVALIDATION_MODE=unchecked-hash UV_PYTHON_DOWNLOADS=never
+export UV_NO_CACHE=1 UV_LINK_MODE=copy UV_COMPILE_BYTECODE=1 PYC_INVALIDATION_MODE=UNCHECKED_HASH UV_PYTHON_DOWNLOADS=never
 export UV_HTTP_TIMEOUT=600
 /opt/tools/bin/uv pip install --quiet --python /opt/venv --no-deps "$@"
 find /opt/venv -name uv_cache.json -delete

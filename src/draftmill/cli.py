@@ -13,7 +13,7 @@ import typer
 import typer.core
 from rich.console import Console
 
-from draftmill import compute, contract, evaluate, extract, patches, pins, prepare, report, serve, store, train
+from draftmill import compute, contract, evaluate, extract, image, patches, pins, prepare, report, serve, store, train
 from draftmill.errors import DiskError, DraftmillError, Interrupted, PatchError, RecipeError, StoreError
 from draftmill.files import FULL
 from draftmill.process import foreground
@@ -48,6 +48,7 @@ app.add_typer(patches_app, name="patches")
 app.add_typer(pins_app, name="pins")
 app.add_typer(store_app, name="store")
 app.add_typer(contract.app, name="audit")
+app.add_typer(image.app, name="image")
 
 RecipeFile = Annotated[
     Path | None,

@@ -87,6 +87,12 @@ class ProcessError(DraftmillError):
     exit_code = 20
 
 
+class EngineError(DraftmillError):
+    """No Docker engine answers, or what it was asked for failed: a build, a container."""
+
+    exit_code = 21
+
+
 class Interrupted(DraftmillError):
     """Ctrl-C or SIGTERM: the run stopped at a point from which it resumes."""
 

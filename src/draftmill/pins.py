@@ -42,6 +42,7 @@ class Pins:
     tools: dict[str, str]
     vllm: dict[str, str]
     speculators: dict[str, str]
+    sources: dict[str, str]
     bases: dict[str, str]
     locks: tuple[Lock, ...]
 

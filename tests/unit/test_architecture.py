@@ -10,13 +10,13 @@ SOURCE = Path(__file__).parents[2] / "src" / "draftmill"
 LEVELS = {
     0: {"errors", "process", "files"},
     1: {"pins", "recipe", "layers", "store", "tokens", "target", "compute"},
-    2: {"patches", "environment", "image", "engine", "node", "doctor", "contract"},
+    2: {"patches", "environment", "image", "engine", "manifest", "fatbin", "node", "doctor", "contract"},
     3: {"prepare", "extract", "train", "evaluate", "serve", "report"},
     4: {"cli"},
     5: {"__main__"},
 }
 LEVEL = {name: level for level, names in LEVELS.items() for name in names}
-STANDARD_LIBRARY_ONLY = ("errors", "process", "pins", "environment")
+STANDARD_LIBRARY_ONLY = ("errors", "process", "pins", "environment", "manifest", "fatbin")
 HEAVY = {
     "torch",
     "vllm",
