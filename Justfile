@@ -37,3 +37,7 @@ test *arguments: lint
 # The tests that take seconds
 test-unit *arguments: setup
     .venv/bin/python -m pytest tests/unit "$@"
+
+# The image's tests: a real engine builds the CPU image and runs the stages in it
+test-docker *arguments: setup
+    .ci/engine .venv/bin/python -m pytest tests/docker "$@"

