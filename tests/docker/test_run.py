@@ -1,13 +1,19 @@
 """The stages, each in a container of its own, as compose.yaml starts them: in order, from the top of this file."""
 
 import json
-import signal
 import subprocess
 import sys
 import time
 import urllib.request
 
 from containers import UID, Compose
+
+TRAINING = "draftmill-test-train"
+
+
+def docker(*words: str) -> str:
+    done = subprocess.run(["docker", *words], capture_output=True, text=True, check=True)
+    return done.stdout + done.stderr
 
 
 def test_the_stack_is_the_manifest_s(compose: Compose) -> None:
@@ -23,13 +29,15 @@ def test_extract_writes_a_store_that_is_whole(compose: Compose) -> None:
 
 
 def test_train_told_to_stop_keeps_its_work_and_goes_on(compose: Compose) -> None:
-    command = compose.command("run", "--rm", "train", "train", "--recipe", "recipe.toml")
     log = compose.run_folder / "metrics.jsonl"
-    with subprocess.Popen(command, env=compose.environment, stderr=subprocess.PIPE, text=True) as child:
+    compose("run", "--detach", "--name", TRAINING, "train")
+    try:
         until(lambda: log.exists() and log.read_text().count("\n") >= 2)
-        child.send_signal(signal.SIGTERM)
-        _, said = child.communicate(timeout=300)
-    assert child.returncode == 130, said
+        docker("stop", "--time", "120", TRAINING)
+        said = docker("logs", TRAINING)
+        assert docker("inspect", "--format", "{{.State.ExitCode}}", TRAINING).strip() == "130", said
+    finally:
+        docker("rm", "--force", TRAINING)
     checkpoints = list((compose.run_folder / "checkpoints").iterdir())
     assert checkpoints
     steps = [json.loads(line).get("step") for line in log.read_text().splitlines()]
