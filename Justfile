@@ -38,6 +38,18 @@ test *arguments: lint
 test-unit *arguments: setup
     .venv/bin/python -m pytest tests/unit "$@"
 
+# The image, for this checkout: cuda, or cpu
+image *arguments: setup
+    @.venv/bin/draftmill image build "$@"
+
+# All that the image is built from, into prefetched/
+fetch *arguments: setup
+    @.venv/bin/draftmill image fetch "$@"
+
+# The image, from prefetched/ alone, with no network
+image-offline *arguments: setup
+    @.venv/bin/draftmill image build --prefetched prefetched "$@"
+
 # The image's tests: a real engine builds the CPU image and runs the stages in it
 test-docker *arguments: setup
     .ci/engine .venv/bin/python -m pytest tests/docker "$@"

@@ -13,7 +13,21 @@ import typer
 import typer.core
 from rich.console import Console
 
-from draftmill import compute, contract, evaluate, extract, image, patches, pins, prepare, report, serve, store, train
+from draftmill import (
+    compute,
+    contract,
+    doctor,
+    evaluate,
+    extract,
+    image,
+    patches,
+    pins,
+    prepare,
+    report,
+    serve,
+    store,
+    train,
+)
 from draftmill.errors import DiskError, DraftmillError, Interrupted, PatchError, RecipeError, StoreError
 from draftmill.files import FULL
 from draftmill.process import foreground
@@ -49,6 +63,7 @@ app.add_typer(pins_app, name="pins")
 app.add_typer(store_app, name="store")
 app.add_typer(contract.app, name="audit")
 app.add_typer(image.app, name="image")
+app.command("doctor", help="Whether this machine is fit for a run.")(doctor.doctor)
 
 RecipeFile = Annotated[
     Path | None,

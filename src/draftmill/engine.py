@@ -95,12 +95,14 @@ def build(
     """Builds an image with BuildKit, showing its output.
 
     Args:
+        tag: its name; none where `options` give another `--output`.
         options: for `docker buildx build`, as `--secret` and `--build-context`.
 
     Raises:
         EngineError: the build failed; its message ends with what the failing step said.
     """
-    command = ["docker", "buildx", "build", "--progress", "plain", "--tag", tag, "--file", str(dockerfile)]
+    command = ["docker", "buildx", "build", "--progress", "plain", "--file", str(dockerfile)]
+    command += ["--tag", tag] if tag else []
     command += [word for name, value in sorted(arguments.items()) for word in ("--build-arg", f"{name}={value}")]
     kept: collections.deque[str] = collections.deque(maxlen=KEPT_LINES)
     try:

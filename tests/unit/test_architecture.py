@@ -10,7 +10,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "draftmill"
 LEVELS = {
     0: {"errors", "process", "files"},
     1: {"pins", "recipe", "layers", "store", "tokens", "target", "compute"},
-    2: {"patches", "environment", "image", "engine", "manifest", "fatbin", "node", "doctor", "contract"},
+    2: {"patches", "environment", "image", "engine", "fetch", "manifest", "fatbin", "node", "doctor", "contract"},
     3: {"prepare", "extract", "train", "evaluate", "serve", "report"},
     4: {"cli"},
     5: {"__main__"},

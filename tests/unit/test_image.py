@@ -1,11 +1,9 @@
-import json
-import os
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from draftmill import engine, image, pins
 
@@ -99,6 +97,17 @@ def test_one_byte_changes_the_tag(name: str, tmp_path: Path) -> None:
     assert image.plan("cpu", root=tree).tag != before
 
 
+def test_a_mirror_does_not_change_the_tag() -> None:
+    mirrored = image.plan("cpu", root=ROOT, overrides={"INDEX_URL": "https://mirror.example/simple"})
+    assert mirrored.tag == image.plan("cpu", root=ROOT).tag
+    assert "--build-arg=INDEX_URL=https://mirror.example/simple" in mirrored.options
+
+
+def test_an_argument_without_a_value_is_refused() -> None:
+    done = CliRunner().invoke(image.app, ["build", "cpu", "--arg", "VLLM_FROM"])
+    assert "--arg VLLM_FROM=VALUE" in str(getattr(done.exception, "next_step", ""))
+
+
 def test_an_argument_changes_the_tag() -> None:
     tags = {image.plan("cuda", root=ROOT, overrides={"TORCH_CUDA_ARCH_LIST": one}).tag for one in ("12.0", "9.0")}
     assert len(tags) == 2
@@ -128,38 +137,3 @@ def test_a_failed_build_gives_what_its_step_said() -> None:
     output += ["Dockerfile:3", "--------------------", "ERROR: failed to solve: exit code: 17"]
     assert engine.reason(output) == " > [tools 3/4] RUN x:\n0.4 error: it is late"
     assert engine.reason(["a", "ERROR: no such file"]) == "ERROR: no such file"
-
-
-def compose(*files: str, gpus: str = "all") -> dict[str, dict[str, object]]:
-    if not shutil.which("docker"):
-        pytest.skip("no docker command on this machine")
-    words = [word for file in files for word in ("-f", str(ROOT / file))]
-    done = subprocess.run(
-        ["docker", "compose", *words, "config", "--format", "json"],
-        env={**os.environ, "DRAFTMILL_GPUS": gpus},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if "is not a docker command" in done.stderr or "unknown shorthand flag" in done.stderr:
-        pytest.skip("no docker compose on this machine")
-    assert done.returncode == 0, done.stderr
-    return dict(json.loads(done.stdout)["services"])
-
-
-@pytest.mark.parametrize(("gpus", "count"), [("1", 1), ("4", 4), ("8", 8), ("all", -1)])
-def test_compose_attaches_the_gpus(gpus: str, count: int) -> None:
-    services = compose("compose.yaml", gpus=gpus)
-    assert set(services) == {"prepare", "extract", "train", "evaluate", "report", "serve", "test"}
-    for service in services.values():
-        text = json.dumps(service)
-        assert json.loads(text)["deploy"]["resources"]["reservations"]["devices"][0]["count"] == count
-        assert service["init"] is True
-        assert service["ipc"] == "host"
-        assert service["read_only"] is True
-
-
-def test_compose_on_the_cpu_attaches_nothing() -> None:
-    for service in compose("compose.yaml", "compose.cpu.yaml").values():
-        assert service.get("deploy") is None
-        assert service["image"] == "draftmill:cpu"
