@@ -1,4 +1,4 @@
-"""Readings of many machines, and what is said of each: an 8-GPU node as it should be, and others that differ from it."""
+"""Readings of many machines, and what is said of each: an 8-GPU node as it should be, and others unlike it."""
 
 import json
 from dataclasses import replace
