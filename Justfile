@@ -32,7 +32,7 @@ lint: setup pins patches
 
 # Everything that CI runs
 test *arguments: lint
-    .venv/bin/python -m pytest -n 2 --dist loadfile --cov=draftmill --cov-report=term --durations=25 "$@"
+    .venv/bin/python -m pytest --cov=draftmill --cov-report=term --durations=10 "$@"
 
 # The tests that take seconds
 test-unit *arguments: setup

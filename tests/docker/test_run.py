@@ -1,12 +1,18 @@
 """The stages, each in a container of its own, as compose.yaml starts them: in order, from the top of this file."""
 
 import json
+import shutil
 import subprocess
 import sys
 import time
 import urllib.request
+from pathlib import Path
 
+import pytest
+import torch
 from containers import UID, Compose
+
+from draftmill.store import Store
 
 TRAINING = "draftmill-test-train"
 
@@ -26,6 +32,28 @@ def test_extract_writes_a_store_that_is_whole(compose: Compose) -> None:
     for part in ("train", "held_out"):
         command = [sys.executable, "-m", "draftmill", "store", "verify", str(compose.run_folder / "store" / part)]
         subprocess.run(command, check=True)
+
+
+def test_the_store_is_the_one_that_is_written_outside(compose: Compose, tmp_path: Path) -> None:
+    """The same prepared samples, extracted here by `.venv`, within test_parity's tolerance of the container's."""
+    text = (compose.folder / "recipe.toml").read_text()
+    (tmp_path / "recipe.toml").write_text(text.replace('"/models/', f'"{compose.folder}/models/'))
+    shutil.copytree(compose.run_folder / "prepared", tmp_path / "runs" / "demo" / "prepared")
+    shutil.copytree(compose.run_folder / "target", tmp_path / "runs" / "demo" / "target")
+    command = [sys.executable, "-m", "draftmill", "extract", "--recipe", "recipe.toml"]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    inside, outside = (
+        Store.open(folder / "store" / "train") for folder in (compose.run_folder, tmp_path / "runs" / "demo")
+    )
+    assert len(inside) == len(outside) > 10
+    for index in range(len(inside)):
+        found, expected = inside[index], outside[index]
+        assert found.input_ids.equal(expected.input_ids)
+        states = [(found.last_hidden_state, expected.last_hidden_state)]
+        states += [(found.hidden_states[k], expected.hidden_states[k]) for k in expected.hidden_states]
+        for mine, theirs in states:
+            cosines = torch.cosine_similarity(mine.double(), theirs.double(), dim=-1)
+            assert float(cosines.median()) >= 0.999
 
 
 def test_train_told_to_stop_keeps_its_work_and_goes_on(compose: Compose) -> None:
@@ -65,8 +93,11 @@ def test_serve_answers_a_chat_request(compose: Compose) -> None:
     compose("up", "--detach", "serve")
     try:
         until(lambda: answers("health"), seconds=300)
+        check = docker("inspect", "--format", "{{json .Config.Healthcheck.Test}}", "draftmill-test-serve-1")
+        probe = json.loads(check)[1:]
+        docker("exec", "draftmill-test-serve-1", *probe)
         question = {
-            "model": "small",
+            "model": "demo",
             "max_tokens": 8,
             "messages": [{"role": "user", "content": "What is two and two?"}],
         }
@@ -89,7 +120,28 @@ def test_a_host_without_gpus_is_said_by_the_cuda_service(compose: Compose) -> No
     alone.remove("-f")
     done = subprocess.run(alone, env=compose.environment, capture_output=True, text=True, check=False)
     assert done.returncode
-    assert 'could not select device driver "nvidia"' in done.stderr
+    assert 'could not select device driver "nvidia"' in done.stderr  # the engine's words; README.md explains them
+
+
+def test_doctor_finds_the_container_fit(compose: Compose) -> None:
+    assert "cpu: usable" in compose("run", "--rm", "doctor")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--env", "DRAFTMILL_VARIANT=cuda"), "no GPU is attached: start it with --gpus all"),
+        (("--env", "DRAFTMILL_VARIANT=cuda"), "/dev/shm has 64 MB, and vLLM's workers meet there: add --ipc=host"),
+        ((), "no volume at /work/runs: what is written there ends with the container"),
+        (("--read-only",), "UID 23456 cannot write to /cache"),
+    ],
+)
+def test_what_a_container_lacks_is_said(built: str, options: tuple[str, ...], said: str) -> None:
+    command = ["docker", "run", "--rm", "--user", str(UID), *options, built, "extract", "--recipe", "other.toml"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert said in done.stderr
+    assert done.returncode == 10
+    assert "Traceback" not in done.stderr
 
 
 def answers(path: str) -> bool:
