@@ -1,7 +1,8 @@
 """What the engine extracts is what Hugging Face's model computes: the same dtype, the real target, sample by sample.
 
 Two implementations of one model differ by rounding, and so does one of them from itself when its batch changes. That
-difference is the measure: every sample has to be within twice of it.
+difference is the measure: every sample has to be within twice of it. Where a CPU's kernels give nearly the same bits for
+any batch, 16 units in float32's last place are the measure.
 """
 
 import random
@@ -19,6 +20,7 @@ IDS = (27, 2, 15)  # in no order
 LIMIT = 8192
 VOCABULARY = 49_000
 COSINE = 0.999
+ROUNDING = 16 * 2.0**-23
 Prompt = list[int]
 States = dict[int | str, Tensor]  # by layer id, and "last"
 
@@ -76,7 +78,7 @@ class Reference:
             for of in batches
             for prompt, states in zip(of, self.batch(of), strict=True)
         ]
-        return {k: max(f[k] for f in found) for k in found[0]}
+        return {k: max(ROUNDING, *(f[k] for f in found)) for k in found[0]}
 
 
 def differences(states: States, reference: States) -> dict[int | str, float]:
@@ -139,7 +141,7 @@ def reference(smollm2: Path) -> Reference:
 
 @pytest.fixture(scope="module")
 def noise(reference: Reference) -> dict[int | str, float]:
-    return reference.noise(POOL, POOL[:11], LENGTHS[:2], LENGTHS[:4], LENGTHS[2:4], EDGE[:2])
+    return reference.noise(POOL, LENGTHS[2:4], EDGE[:2])
 
 
 @pytest.fixture(scope="module")
