@@ -52,6 +52,8 @@ def set_up_vllm(tensor_parallel: int = 1) -> None:
     if has_cuda():
         return
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB
+    # vLLM compiles its CPU sampler even when told to be eager, with a C++ compiler that the machine may not have.
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     os.environ.setdefault("VLLM_SLEEP_WHEN_IDLE", "1")  # waiting for the workers, the main process would take a core
     if tensor_parallel > 1:  # ranks that share a core must not each be bound to it
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")

@@ -1,8 +1,8 @@
 """What the engine extracts is what Hugging Face's model computes: the same dtype, the real target, sample by sample.
 
 Two implementations of one model differ by rounding, and so does one of them from itself when its batch changes. That
-difference is the measure: every sample has to be within twice of it. Where a CPU's kernels give nearly the same bits for
-any batch, 16 units in float32's last place are the measure.
+difference is the measure: every sample has to be within twice of it. Where a CPU's kernels give nearly the same bits
+for any batch, 16 units in float32's last place are the measure.
 """
 
 import random

@@ -1,5 +1,6 @@
 """What the image holds and does not hold, and what stops its build."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -31,13 +32,10 @@ def test_its_labels_say_what_it_is_made_of(built: str) -> None:
 
 
 def test_what_builds_it_is_not_in_it(built: str) -> None:
-    script = (
-        "for p in git gcc cc g++ uv ccache; do command -v $p; done; find / -xdev -name uv_cache.json -o -name .cache"
-    )
-    assert inside(built, script + "; ls -A /cache /run/secrets /var/lib/apt/lists 2>/dev/null").split() == [
-        "/cache:",
-        "/var/lib/apt/lists:",
-    ]
+    programs = "for p in git gcc cc g++ uv ccache; do command -v $p || true; done"
+    files = "find / -xdev ( -name uv_cache.json -o -name .cache -o -path /run/secrets/* )".replace("(", "\\(")
+    kept = "find /cache /var/lib/apt/lists -type f"
+    assert inside(built, f"{programs}; {files}; {kept}".replace(" )", " \\)")) == ""
 
 
 def test_no_ca_bundle_of_the_build_is_in_it(built: str) -> None:
@@ -57,7 +55,9 @@ def test_it_is_nobody_s_and_times_are_the_epoch_s(built: str) -> None:
 
 
 def test_the_audit_passed_and_its_report_is_in_it(built: str) -> None:
-    assert '"broken"' in inside(built, "cat /opt/draftmill/audit.json")
+    verdicts = [one["verdict"] for one in json.loads(inside(built, "cat /opt/draftmill/audit.json"))["findings"]]
+    assert verdicts.count("compatible") > 80
+    assert "broken" not in verdicts
 
 
 def broken_patch(tree: Path) -> str:

@@ -116,8 +116,9 @@ def test_a_recipe_that_is_not_mounted_is_said(compose: Compose) -> None:
 
 
 def test_a_host_without_gpus_is_said_by_the_cuda_service(compose: Compose) -> None:
-    alone = [word for word in compose.command("run", "--rm", "test") if "compose.cpu.yaml" not in word]
-    alone.remove("-f")
+    words = compose.command("run", "--rm", "test")
+    cpu = next(number for number, word in enumerate(words) if word.endswith("compose.cpu.yaml"))
+    alone = words[: cpu - 1] + words[cpu + 1 :]
     done = subprocess.run(alone, env=compose.environment, capture_output=True, text=True, check=False)
     assert done.returncode
     assert 'could not select device driver "nvidia"' in done.stderr  # the engine's words; README.md explains them

@@ -27,7 +27,7 @@ def line_of(trees: tuple[Tree, ...], file: str, line: int) -> str:
 def print_table(console: Console, report: Report, trees: tuple[Tree, Tree], *, everything: bool = False) -> None:
     """Broken first, then unresolved, each with the two source lines under it; the compatible ones only with
     `everything`."""
-    for verdict in VERDICTS:
+    for verdict in reversed(VERDICTS):  # what is broken stands last, where a terminal and a build's log end
         found = [finding for finding in report.findings if finding.verdict == verdict]
         if not found or (verdict == "compatible" and not everything):
             continue
