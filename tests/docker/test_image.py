@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -103,11 +104,16 @@ def test_a_changed_signature_of_vllm_stops_the_build(built: str, tmp_path: Path)
     assert "brand_new" in said
 
 
-def test_a_second_build_gives_the_same_packages_and_layers(built: str) -> None:
-    again = "draftmill-test-again:local"
-    planned = image.plan("cpu", root=ROOT, overrides=overrides())
-    arguments = {**planned.arguments, **planned.labels}
-    engine.build(ROOT / image.DOCKERFILE, ROOT, again, arguments, (*options(), "--no-cache"))
+def test_a_second_build_with_no_network_gives_the_same_packages_and_files(built: str, tmp_path: Path) -> None:
+    again, folder = "draftmill-test-again:local", tmp_path / "prefetched"
+    base = overrides()
+    words = ["image", "fetch", "cpu", "--out", str(folder), "--network", "host"]
+    words += [word for name, value in base.items() for word in ("--arg", f"{name}={value}")]
+    words += ["--ca", os.environ["DRAFTMILL_TEST_CA"]] if os.environ.get("DRAFTMILL_TEST_CA") else []
+    subprocess.run([sys.executable, "-m", "draftmill", *words], cwd=ROOT, check=True)
+    planned = image.plan("cpu", root=ROOT, overrides={**base, "FILES_URL": image.PREFETCHED})
+    offline = (*planned.options, "--no-cache", "--network=none", f"--build-context=prefetched={folder}")
+    engine.build(ROOT / image.DOCKERFILE, ROOT, again, {**planned.arguments, **planned.labels}, offline)
     try:
         manifests = [inside(tag, "cat /opt/draftmill/manifest.txt") for tag in (built, again)]
         assert manifests[0] == manifests[1]
@@ -117,6 +123,7 @@ def test_a_second_build_gives_the_same_packages_and_layers(built: str) -> None:
         assert sorted(files[0] ^ files[1]) == []
     finally:
         subprocess.run(["docker", "image", "rm", again], check=False, capture_output=True)
+        shutil.rmtree(folder)
 
 
 def copied(folder: Path) -> Path:
