@@ -1,10 +1,8 @@
-"""The tables: a check is a row here. What needs more than one reading to say is a function below its table."""
+"""The tables: a check is a row here. What needs more than one reading to say is a function above them."""
 
 from typing import Any
 
-from packaging.version import Version
-
-from draftmill.doctor.rows import GB, Check, Profile, both, on_off, size
+from draftmill.doctor.rows import GB, Check, Profile, at_least, both, dotted, on_off, release, size
 from draftmill.node import Node, Read, Unread
 
 CUDA = (12, 8)  # what the image is built with
@@ -31,92 +29,103 @@ def no_nvlink(machine: Node, profile: Profile) -> bool:
     return not isinstance(found, Unread) and len(found) > 1 and any(gpu.nvlinks == 0 for gpu in found)
 
 
+def attached(machine: Node) -> Read[str]:
+    """How Docker attaches GPUs; where it does not, what is there of it."""
+    found = machine.docker
+    if "nvidia" in found.runtimes:
+        return "runtime nvidia"
+    if found.cdi:
+        return "CDI"
+    if isinstance(found.version, Unread):
+        return found.version
+    if isinstance(found.toolkit, Unread):
+        return "neither"
+    return f"neither, though its toolkit {found.toolkit} is installed: not configured, or Docker was not restarted"
+
+
+def peers(machine: Node) -> Read[tuple[tuple[int, int], ...]]:
+    """The pairs of GPUs that do not reach each other."""
+    apart = tuple(pair for pair, found in machine.peers.items() if found is False)
+    unread = [found for found in machine.peers.values() if isinstance(found, Unread)]
+    return unread[0] if unread and not apart else apart
+
+
 HOST = (
-    Check(
+    at_least(
         what="host memory",
         value=lambda machine: machine.memory,
-        good=lambda found, profile: found >= profile.memory,
-        wanted=lambda profile: f"{size(profile.memory)} or more",
+        least=lambda profile: profile.memory,
         bad="warn",
         show=size,
         do="loading the target may fail: take a machine with more, or a smaller target",
     ),
-    Check(
+    at_least(
         what="CPU cores",
         value=lambda machine: machine.cores,
-        good=lambda found, profile: found >= max(2, 4 * profile.gpus),
-        wanted=lambda profile: f"{max(2, 4 * profile.gpus)} or more",
+        least=lambda profile: max(2, 4 * profile.gpus),
         bad="warn",
         do="the workers will wait for each other: give them more",
     ),
-    Check(
+    at_least(
         what="/dev/shm",
         value=lambda machine: machine.shm,
-        good=lambda found, profile: found >= (8 * GB if profile.gpus else GB // 20),
-        wanted=lambda profile: f"{size(8 * GB if profile.gpus else GB // 20)} or more",
+        least=lambda profile: 8 * GB if profile.gpus else GB // 20,
         show=size,
         do="vLLM's workers meet there: add --ipc=host or --shm-size=16g (compose.yaml has it)",
     ),
-    Check(
+    at_least(
         what="memlock",
         value=lambda machine: machine.memlock,
-        good=lambda found, profile: found >= GB,
-        wanted="1.0 GB or more",
+        least=GB,
         show=size,
         do="pinned buffers fail: --ulimit memlock=-1, or `* - memlock unlimited` in /etc/security/limits.conf",
         when=wants_gpus,
     ),
-    Check(
+    at_least(
         what="open files",
         value=lambda machine: machine.open_files,
-        good=lambda found, profile: found >= 4096,
-        wanted="4096 or more",
+        least=4096,
         bad="warn",
         do="ulimit -n 65536, or --ulimit nofile=65536",
     ),
-    Check(
+    at_least(
         what="free disk for runs",
         value=lambda machine: machine.disk_free,
-        good=lambda found, profile: found >= profile.disk,
-        wanted=lambda profile: f"{size(profile.disk)} or more",
+        least=lambda profile: profile.disk,
         bad="warn",
         show=size,
         do="`draftmill extract` says how much it will write before it starts; another disk is run.folder",
     ),
-    Check(
+    at_least(
         what="free disk for the image",
         value=lambda machine: machine.image_free,
-        good=lambda found, profile: found >= IMAGE,
-        wanted=f"{size(IMAGE)} or more",
+        least=IMAGE,
         show=size,
         do="docker system prune, or move Docker's data-root",
         when=on_host,
     ),
-    Check(
+    release(
         what="Docker",
         value=lambda machine: machine.docker.version,
-        good=lambda found, profile: Version(found) >= Version("20.10"),
-        wanted="20.10 or later",
+        least="20.10",
         bad="warn",
         do="install a later one",
         unread="install and start Docker, or go without it: ./just setup",
         when=on_host,
     ),
-    Check(
+    release(
         what="Docker's buildx",
         value=lambda machine: machine.docker.buildx,
-        good=lambda found, profile: Version(found) >= Version("0.10"),
-        wanted="0.10 or later",
+        least="0.10",
         bad="warn",
         do="install a later one",
         unread="install Docker's buildx plugin",
         when=on_host,
     ),
-    Check(
+    release(
         what="Docker Compose",
         value=lambda machine: machine.docker.compose,
-        good=lambda found, profile: Version(found) >= Version("2.26"),
-        wanted="2.26 or later",
+        least="2.26",
         bad="warn",
         do="install a later one: compose.cpu.yaml's `!reset` needs it",
         unread="install Docker's Compose plugin",
@@ -124,7 +133,7 @@ HOST = (
     ),
     Check(
         what="GPUs in containers",
-        value=lambda machine: attached(machine),
+        value=attached,
         good=lambda found, profile: found.startswith(("runtime", "CDI")),
         wanted="NVIDIA's runtime, or CDI",
         do="nvidia-ctk runtime configure --runtime=docker, then restart Docker (a reload is not enough); "
@@ -156,11 +165,10 @@ GPUS = (
         do="the slowest sets the pace of all: choose like ones with CUDA_VISIBLE_DEVICES",
         when=gpus_seen,
     ),
-    Check(
+    release(
         what="driver",
         value=lambda machine: machine.driver,
-        good=lambda found, profile: Version(found) >= Version(DRIVER),
-        wanted=f"{DRIVER} or later",
+        least=DRIVER,
         do="install a later one, then restart",
         when=gpus_seen,
     ),
@@ -168,8 +176,8 @@ GPUS = (
         what="CUDA of the driver",
         value=lambda machine: machine.cuda,
         good=lambda found, profile: found >= CUDA,
-        wanted="{}.{} or later".format(*CUDA),
-        show=lambda found: "{}.{}".format(*found),
+        wanted=f"{dotted(CUDA)} or later",
+        show=dotted,
         do="install a later driver, then restart",
         when=gpus_seen,
     ),
@@ -184,7 +192,7 @@ GPUS = (
     ),
     Check(
         what="peer access",
-        value=lambda machine: peers(machine),
+        value=peers,
         good=lambda found, profile: not found,
         wanted="every pair",
         bad="warn",
@@ -226,12 +234,11 @@ CARD = (
         bad="warn",
         do="this profile is for another card: try --profile any-gpu",
     ),
-    Check(
+    at_least(
         what="compute capability",
         value=lambda gpu: gpu.capability,
-        good=lambda found, profile: found >= profile.capability,
-        wanted=lambda profile: "{}.{} or more".format(*profile.capability),
-        show=lambda found: "{}.{}".format(*found),
+        least=lambda profile: profile.capability,
+        show=dotted,
         do="the stack has no kernels for it",
     ),
     Check(
@@ -331,24 +338,3 @@ CARD = (
         show=lambda found: f"{found[0]} of {found[1]}",
     ),
 )
-
-
-def attached(machine: Node) -> Read[str]:
-    """How Docker attaches GPUs; where it does not, what is there of it."""
-    found = machine.docker
-    if "nvidia" in found.runtimes:
-        return "runtime nvidia"
-    if found.cdi:
-        return "CDI"
-    if isinstance(found.version, Unread):
-        return found.version
-    if isinstance(found.toolkit, Unread):
-        return "neither"
-    return f"neither, though its toolkit {found.toolkit} is installed: not configured, or Docker was not restarted"
-
-
-def peers(machine: Node) -> Read[tuple[tuple[int, int], ...]]:
-    """The pairs of GPUs that do not reach each other."""
-    apart = tuple(pair for pair, found in machine.peers.items() if found is False)
-    unread = [found for found in machine.peers.values() if isinstance(found, Unread)]
-    return unread[0] if unread and not apart else apart

@@ -1,8 +1,10 @@
 """What a check is, what it comes to, and what a machine is wanted to be."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
+
+from packaging.version import Version
 
 from draftmill.node import Read, Unread
 
@@ -62,7 +64,7 @@ class Check:
     show: Callable[[Any], str] = str
     do: str = ""
     unread: str = ""
-    when: Callable[[Any, Profile], bool] = field(default=always)
+    when: Callable[[Any, Profile], bool] = always
 
     def row(self, subject: Any, profile: Profile, name: str = "") -> Row:
         """The outcome for a machine or a GPU; `name` goes before the check's own."""
@@ -74,6 +76,35 @@ class Check:
         if self.good(value, profile):
             return Row(what=what, found=self.show(value), wanted=wanted, verdict="ok")
         return Row(what=what, found=self.show(value), wanted=wanted, verdict=self.bad, do=self.do)
+
+
+def at_least(
+    *, what: str, value: Callable[[Any], Read[Any]], least: Any, show: Callable[[Any], str] = str, **more: Any
+) -> Check:
+    """A check of a reading that must not be less than `least`: a value, or a function of the profile."""
+
+    def bound(profile: Profile) -> Any:
+        return least(profile) if callable(least) else least
+
+    return Check(
+        what=what,
+        value=value,
+        good=lambda found, profile: found >= bound(profile),
+        wanted=lambda profile: f"{show(bound(profile))} or more",
+        show=show,
+        **more,
+    )
+
+
+def release(*, what: str, value: Callable[[Any], Read[Any]], least: str, **more: Any) -> Check:
+    """A check of a version that must not be earlier than `least`."""
+    return Check(
+        what=what,
+        value=value,
+        good=lambda found, profile: Version(found) >= Version(least),
+        wanted=f"{least} or later",
+        **more,
+    )
 
 
 def both(first: Read[Any], second: Read[Any]) -> Read[tuple[Any, Any]]:
@@ -94,3 +125,8 @@ def size(found: int) -> str:
 def on_off(found: bool) -> str:
     """A switch in words."""
     return "on" if found else "off"
+
+
+def dotted(found: tuple[int, ...]) -> str:
+    """A version of numbers in words."""
+    return ".".join(map(str, found))
