@@ -24,8 +24,11 @@ class Layer:
 
 
 @contextlib.contextmanager
-def client() -> Iterator[Any]:
+def client(timeout: int = 600) -> Iterator[Any]:
     """The SDK's client.
+
+    Args:
+        timeout: seconds that the engine has for an answer.
 
     Raises:
         EngineError: the SDK is missing, or no engine answers; and whatever the engine refuses within the block.
@@ -35,7 +38,7 @@ def client() -> Iterator[Any]:
     except ImportError as error:
         raise EngineError("the Docker SDK for Python is not installed", next_step="run ./just setup") from error
     try:
-        found = docker.from_env(timeout=600)
+        found = docker.from_env(timeout=timeout)
         try:
             found.ping()
             yield found
@@ -52,6 +55,16 @@ def client() -> Iterator[Any]:
             cause="it is not installed, not started, or this user may not use it",
             next_step="start it, or join the group docker; on Debian .ci/engine sets one up",
         ) from error
+
+
+def about() -> dict[str, Any]:
+    """What `docker info` tells, by the engine's own names.
+
+    Raises:
+        EngineError: as `client`.
+    """
+    with client(timeout=30) as found:
+        return dict(found.info())
 
 
 def labels(tag: str) -> dict[str, str] | None:
@@ -88,7 +101,7 @@ def run(tag: str, program: str, words: Sequence[str], *, user: str) -> str:
 def build(
     dockerfile: Path,
     context: Path,
-    tag: str,
+    tag: str | None,
     arguments: Mapping[str, str],
     options: Sequence[str] = (),
 ) -> None:

@@ -1,6 +1,6 @@
 """A folder with all that a build of the image downloads, so that it can be built with no network."""
 
-import hashlib
+import http.client
 import shutil
 import sys
 import tomllib
@@ -16,6 +16,7 @@ from packaging.utils import BuildTag, parse_wheel_filename
 
 from draftmill import manifest, patches, pins
 from draftmill.errors import EngineError, PinError
+from draftmill.files import disk_errors, sha256
 from draftmill.process import run
 
 PYTHON = (3, 12)
@@ -67,24 +68,26 @@ def download(file: File, out: Path, base: str) -> int:
 
     Raises:
         EngineError: it did not come, or another one did.
+        DiskError: it cannot be written.
     """
     path = out / file.path
-    if path.exists() and path.stat().st_size == file.size and _sha256(path) == file.sha256:
+    if path.exists() and path.stat().st_size == file.size and sha256(path) == file.sha256:
         return 0
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".part")
     url = f"{base.rstrip('/')}/{file.path}"
     said = ""
-    for _ in range(TRIES):
-        try:
-            with urllib.request.urlopen(url, timeout=120) as reply, partial.open("wb") as target:
-                shutil.copyfileobj(reply, target, 1 << 20)
-            if (found := _sha256(partial)) == file.sha256:
-                partial.replace(path)
-                return file.size
-            said = f"its sha256 is {found}, locked is {file.sha256}"
-        except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
-            said = str(error)
+    with disk_errors(path, partial):
+        for _ in range(TRIES):
+            try:
+                with urllib.request.urlopen(url, timeout=120) as reply, partial.open("wb") as target:
+                    shutil.copyfileobj(reply, target, 1 << 20)
+                if (found := sha256(partial)) == file.sha256:
+                    partial.replace(path)
+                    return file.size
+                said = f"its sha256 is {found}, locked is {file.sha256}"
+            except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError) as error:
+                said = str(error)
     partial.unlink(missing_ok=True)
     raise EngineError(f"cannot fetch {url}: {said}", next_step="check the network; what is there is kept")
 
@@ -108,10 +111,5 @@ def fetch(variant: str, out: Path, *, root: Path, files_url: str, index_url: str
     command += ["--no-deps", "--only-binary=:all:", "--python-version=3.12", "--platform=manylinux2014_x86_64"]
     command += ["--index-url", index_url, "--require-hashes", "-r", folder / "tools.txt", "--dest", index]
     run(command, next_step="check the network; what is there is kept")
-    shutil.copy(patches.pristine(folder, out / "wheels"), index)
+    patches.pristine(folder, index)
     return total
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import hashlib
 import os
 import shutil
 from collections.abc import Iterator
@@ -73,7 +74,7 @@ def disk_errors(place: Path, part: Path | None = None) -> Iterator[None]:
     except DraftmillError:
         raise
     except Exception as error:
-        full = getattr(error, "errno", None) in FULL or _free(place) < _SPARE
+        full = getattr(error, "errno", None) in FULL or free(place) < _SPARE
         if part is not None:
             part.unlink(missing_ok=True)
         if not full and not isinstance(error, OSError):
@@ -85,6 +86,17 @@ def disk_errors(place: Path, part: Path | None = None) -> Iterator[None]:
         ) from error
 
 
-def _free(place: Path) -> int:
+def sha256(path: Path) -> str:
+    """The digest of a file's bytes, in hexadecimal, read a piece at a time.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def free(place: Path) -> int:
+    """The bytes free on the disk that holds a path, or would if it were made."""
     there = next((folder for folder in (place, *place.parents) if folder.exists()), Path())
     return shutil.disk_usage(there).free

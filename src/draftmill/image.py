@@ -190,7 +190,7 @@ def fetch_(
     # Debian's packages are what the bases lack, which the bases alone know.
     planned = plan(_variant(variant), overrides=overrides)
     wanted = ("--target=debs", "--build-arg=KEEP_DEBS=1", f"--output=type=local,dest={out}", *_reach(network, ca))
-    engine.build(DOCKERFILE, Path(), "", planned.arguments, (*planned.options, *wanted))
+    engine.build(DOCKERFILE, Path(), None, planned.arguments, (*planned.options, *wanted))
     typer.echo(f"{out} holds what a build needs ({size / 1e9:.1f} GB downloaded); its bases are in the engine")
 
 

@@ -9,12 +9,14 @@ import itertools
 import os
 import re
 import resource
-import shutil
-import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from draftmill import engine
+from draftmill.files import free
+from draftmill.process import run
 
 ACS_CAPABILITY = 0x000D  # PCI Express Base Specification, Access Control Services
 ACS_REDIRECTS = 0x0004 | 0x0008  # its control register: P2P request redirect, P2P completion redirect
@@ -110,7 +112,7 @@ def node(runs: Path) -> Node:
     Args:
         runs: the folder for outputs; its disk is looked at.
     """
-    engine = docker()
+    beside = docker()
     return Node(
         **_nvml(),
         acs=read(lambda: tuple(redirecting(Path("/sys/bus/pci/devices")))),
@@ -123,10 +125,10 @@ def node(runs: Path) -> Node:
         cores=read(lambda: len(os.sched_getaffinity(0))),
         numa_nodes=read(lambda: len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))),
         memory=read(lambda: meminfo()["MemTotal"]),
-        disk_free=read(lambda: shutil.disk_usage(_existing(runs)).free),
-        image_free=read(lambda: shutil.disk_usage(_existing(Path(engine.folder))).free),
+        disk_free=read(lambda: free(runs)),
+        image_free=read(lambda: free(Path(beside.folder))),
         container=INSIDE.exists(),
-        docker=engine,
+        docker=beside,
     )
 
 
@@ -257,28 +259,18 @@ def translating(groups: Path) -> bool:
 
 
 def docker() -> Docker:
-    """Asks the `docker` command; an engine that does not answer leaves its values unread."""
-    template = "{{.ServerVersion}}\t{{range $name, $_ := .Runtimes}}{{$name}} {{end}}\t{{.DockerRootDir}}"
-    info = read(lambda: _said("docker", "info", "--format", template).split("\t"))
-    known = not isinstance(info, Unread) and len(info) == 3
-    answered: list[str] = list(info) if known and not isinstance(info, Unread) else ["", "", "/var/lib/docker"]
-    version: Read[str] = answered[0] if known else (info if isinstance(info, Unread) else Unread("no engine answers"))
+    """Asks the engine, and the commands beside it; what does not answer is unread."""
+    info = read(engine.about)
+    told: dict[str, Any] = {} if isinstance(info, Unread) else info
     return Docker(
-        version=version,
-        buildx=read(lambda: _version(_said("docker", "buildx", "version"))),
-        compose=read(lambda: _version(_said("docker", "compose", "version", "--short"))),
-        runtimes=tuple(answered[1].split()),
+        version=info if isinstance(info, Unread) else read(lambda: _version(told["ServerVersion"])),
+        buildx=read(lambda: _version(run(["docker", "buildx", "version"]))),
+        compose=read(lambda: _version(run(["docker", "compose", "version", "--short"]))),
+        runtimes=tuple(told.get("Runtimes") or ()),
         cdi=any(list(Path(folder).glob("*nvidia*")) for folder in ("/etc/cdi", "/var/run/cdi")),
-        toolkit=read(lambda: _version(_said("nvidia-ctk", "--version"))),
-        folder=answered[2],
+        toolkit=read(lambda: _version(run(["nvidia-ctk", "--version"]))),
+        folder=told.get("DockerRootDir", Docker.folder),
     )
-
-
-def _said(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
-    if done.returncode:
-        raise OSError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"{command[0]} failed")
-    return done.stdout.strip()
 
 
 def _version(text: str) -> str:
@@ -304,11 +296,6 @@ def _limit(which: int) -> int:
 def _size(folder: Path) -> int:
     found = os.statvfs(folder)
     return found.f_frsize * found.f_blocks
-
-
-def _existing(folder: Path) -> Path:
-    folder = folder.absolute()
-    return next(one for one in (folder, *folder.parents) if one.exists())
 
 
 def meminfo(path: Path = Path("/proc/meminfo")) -> dict[str, int]:

@@ -65,6 +65,7 @@ def test_the_dockerfile_s_defaults_are_the_pins() -> None:
         name: value for name, value in DEFAULTS.items() if name in planned.arguments
     }
     assert set(planned.arguments) <= set(DEFAULTS)
+    assert {name: DEFAULTS[name] for name in image.MIRRORS} == image.MIRRORS
 
 
 def test_the_plan_says_what_comes_of_it() -> None:

@@ -29,6 +29,7 @@ from packaging.version import InvalidVersion, Version
 
 from draftmill.contract.archives import unpack, write_tree
 from draftmill.errors import AuditError, ProcessError
+from draftmill.files import sha256
 from draftmill.process import run
 
 DEFAULT = "https://pypi.org/simple"
@@ -186,9 +187,7 @@ def _download(file: Remote, folder: Path) -> None:
             raise AuditError(f"{file.filename}: listed by the index, but not there", next_step="try again later")
         with answer, archive.open("wb") as out:
             shutil.copyfileobj(answer, out, 1 << 20)
-        with archive.open("rb") as whole:
-            digest = hashlib.file_digest(whole, "sha256").hexdigest()
-        if digest != file.sha256:
+        if sha256(archive) != file.sha256:
             raise AuditError(
                 f"{file.filename}: not the file that the index promised",
                 cause="the download was cut off or changed",

@@ -24,7 +24,7 @@ from draftmill.evaluate.prompts import Prompt
 from draftmill.evaluate.reference import ReferenceEngine
 from draftmill.evaluate.results import Decoded, Difference, Evaluation, SetResult
 from draftmill.evaluate.target import Target
-from draftmill.files import write_whole
+from draftmill.files import sha256, write_whole
 from draftmill.target import identify
 
 if TYPE_CHECKING:
@@ -166,8 +166,7 @@ def digest(folder: Path) -> str:
     """sha256 over a draft's configuration and weights, every byte of them."""
     found = hashlib.sha256()
     for path in (folder / "config.json", *sorted(folder.glob("*.safetensors"))):
-        with path.open("rb") as file:
-            found.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+        found.update(f"{path.name} {sha256(path)}\n".encode())
     return found.hexdigest()
 
 

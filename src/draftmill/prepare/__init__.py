@@ -12,7 +12,7 @@ from rich.table import Table
 
 from draftmill import target
 from draftmill.errors import DataError, TargetError
-from draftmill.files import disk_errors, write_whole
+from draftmill.files import disk_errors, sha256, write_whole
 from draftmill.prepare import gguf
 from draftmill.prepare.answers import regenerate
 from draftmill.prepare.collect import Collector, Counts
@@ -117,8 +117,7 @@ def _inputs(recipe: Recipe, keep_going: bool) -> str:
 def _file_digest(source: Source) -> str:
     path = resolve(source.path)
     try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return sha256(path)
     except OSError as error:
         raise DataError(
             f"cannot read {path}: {error.strerror}", next_step="check data.sources in the recipe"

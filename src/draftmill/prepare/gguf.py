@@ -1,13 +1,12 @@
 """A target that comes as a GGUF file, made into a Hugging Face folder, which every part of the stack reads."""
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from draftmill.errors import TargetError
-from draftmill.files import whole_folder
+from draftmill.files import sha256, whole_folder
 
 SOURCE = "source.sha256"
 # What a converted tokenizer must give back as it was: code's white space, line ends, and bytes beyond the vocabulary.
@@ -85,7 +84,6 @@ def _check(tokenizer: Any, source: Path) -> None:
 
 def _sha256(path: Path) -> str:
     try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return sha256(path)
     except OSError as error:
         raise TargetError(f"cannot read {path}: {error.strerror}", next_step="check [target] path") from error

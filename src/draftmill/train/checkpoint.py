@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Mapping
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftmill.errors import TrainingError
-from draftmill.files import whole_folder
+from draftmill.files import sha256, whole_folder
 from draftmill.train.order import Position
 
 if TYPE_CHECKING:
@@ -54,7 +53,7 @@ def save(folder: Path, checkpoint: Checkpoint, *, identity: Mapping[str, object]
             "epoch": checkpoint.position.epoch,
             "cursor": checkpoint.position.cursor,
             "seconds": checkpoint.seconds,
-            "sha256": _digest(work / _STATE),
+            "sha256": sha256(work / _STATE),
             "identity": identity,
         }
         (work / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
@@ -82,7 +81,7 @@ def load(folder: Path, *, identity: Mapping[str, object]) -> Checkpoint | None:
     )
     try:
         index = json.loads((newest / _INDEX).read_text(encoding="utf-8"))
-        intact = index["sha256"] == _digest(newest / _STATE)
+        intact = index["sha256"] == sha256(newest / _STATE)
     except (OSError, ValueError, KeyError) as error:
         raise damaged from error
     if not intact:
@@ -138,8 +137,3 @@ def _same(path: Path, theirs: Mapping[str, object], ours: Mapping[str, object]) 
 
 def _found(folder: Path) -> list[Path]:
     return sorted(p for p in folder.glob(f"{_PREFIX}*") if p.is_dir())
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
