@@ -11,5 +11,9 @@ for what in "$@"; do
     esac
     /opt/tools/bin/uv pip install --quiet --python /opt/venv --no-deps "$@"
 done
-find /opt/venv -name uv_cache.json -delete
+# uv writes one for what it installs from a file, with that file's time in it, and lists it.
+find /opt/venv -name uv_cache.json | while read -r written; do
+    sed -i '/uv_cache\.json,/d' "${written%/*}/RECORD"
+    rm "$written"
+done
 find /opt/venv -newermt "@$SOURCE_DATE_EPOCH" -exec touch --no-dereference --date "@$SOURCE_DATE_EPOCH" {} +
