@@ -9,10 +9,16 @@ for package in "$@"; do
 done
 [ -n "$lacking" ] || exit 0
 export DEBIAN_FRONTEND=noninteractive
+# What apt writes beside the packages stays out of the layer: its lists and archives hold times, and to delete a base's files
+# would too.
+mkdir -p /mnt/apt/lists/partial /mnt/apt/archives/partial /mnt/apt/log
+printf 'Dir::State::lists "/mnt/apt/lists";\nDir::Cache "/mnt/apt";\nDir::Log "/mnt/apt/log";\nDPkg::Options { "--log=/mnt/apt/log/dpkg.log"; };\n' \
+    >/mnt/apt/settings
+export APT_CONFIG=/mnt/apt/settings
 install="apt-get install -qq -y --no-install-recommends"
 name=$(echo "$@" | tr ' ' +)
-if [ -d "/prefetched/debs/$name" ]; then
-    $install "/prefetched/debs/$name"/*.deb >/dev/null
+if [ -d "/mnt/prefetched/debs/$name" ]; then
+    $install "/mnt/prefetched/debs/$name"/*.deb >/dev/null
 else
     option=
     if [ -n "${APT_SNAPSHOT:-}" ] && grep -q '^ID=ubuntu' /etc/os-release; then
@@ -26,4 +32,6 @@ else
     fi
     $install $lacking >/dev/null
 fi
-rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/cache/ldconfig/aux-cache /var/log/apt /var/log/dpkg.log /var/log/alternatives.log
+for log in /var/log/alternatives.log /var/cache/ldconfig/aux-cache; do # these hold times, and nobody needs them
+    [ ! -e "$log" ] || : >"$log"
+done

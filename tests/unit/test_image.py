@@ -25,7 +25,7 @@ def copied(folder: Path) -> Path:
 
 def test_every_base_is_pinned_by_digest() -> None:
     stages = set(re.findall(r"^FROM .* AS (\S+)$", TEXT, re.MULTILINE))
-    families = ("python-${VARIANT}", "vllm-from-${VLLM_FROM}")
+    families = ("base-${VARIANT}", "python-${VARIANT}", "vllm-from-${VLLM_FROM}")
     for base in re.findall(r"^FROM (\S+)", TEXT, re.MULTILINE):
         if base in stages or base in families or base == "scratch":
             continue
