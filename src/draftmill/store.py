@@ -12,7 +12,6 @@ checksum; a reader maps, never loads. Per sample of T tokens, with H the target'
 
 import fcntl
 import functools
-import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,16 +20,18 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from draftmill import shard
 from draftmill.errors import Finding, StoreError
-from draftmill.files import disk_errors, sync, write_whole
+from draftmill.files import disk_errors, write_whole
 from draftmill.layers import LayerContract
+from draftmill.shard import ShardWriter
 from draftmill.target import TargetIdentity
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 MANIFEST = "manifest.json"
-FORMAT = 1
+FORMAT = 2
 BYTES_PER_VALUE = 2  # bfloat16
 _OPEN_SHARDS = 64
 
@@ -66,6 +67,16 @@ class Manifest(BaseModel):
         per_token = (len(self.layers.ids) + 1) * self.target.hidden_size * BYTES_PER_VALUE + 8 + 1
         return sum(self.lengths[i] for i in samples) * per_token
 
+    def specs(self, number: int) -> Iterator[shard.Spec]:
+        """Every tensor of one shard."""
+        states = [*(f"hidden_states.{layer}" for layer in self.layers.ids), "last_hidden_state"]
+        for index in self.samples_of(number):
+            rows = self.lengths[index]
+            yield shard.Spec(sample=index, name="input_ids", dtype="I64", rows=rows)
+            yield shard.Spec(sample=index, name="loss_mask", dtype="BOOL", rows=rows)
+            for name in states:
+                yield shard.Spec(sample=index, name=name, dtype="BF16", rows=rows, width=self.target.hidden_size)
+
     def differences(self, other: "Manifest") -> list[str]:
         """The names of the fields in which two manifests differ."""
         return [name for name in type(self).model_fields if getattr(self, name) != getattr(other, name)]
@@ -87,14 +98,12 @@ class Sample:
         return {**named, "last_hidden_state": self.last_hidden_state}
 
     def checksum(self) -> str:
-        """sha256 over names, shapes and bytes."""
-        import torch
-
-        digest = hashlib.sha256()
-        for name, tensor in sorted(self.tensors().items()):
-            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-            digest.update(memoryview(tensor.contiguous().view(torch.uint8).numpy()).cast("B"))
-        return digest.hexdigest()
+        """Over names, dtypes, shapes and bytes."""
+        lines = {}
+        for name, tensor in self.tensors().items():
+            digest = shard.digest(as_bytes(tensor))
+            lines[name] = shard.describe(name, _safetensors_name(tensor), list(tensor.shape), digest)
+        return shard.checksum(lines)
 
 
 class Store:
@@ -153,6 +162,14 @@ class Store:
     def shard(self, number: int) -> Path:
         return self.path / f"shard-{number:05d}.safetensors"
 
+    def shard_writer(self, number: int) -> ShardWriter:
+        """What writes one shard, and replaces a damaged one.
+
+        Raises:
+            DiskError: the file cannot be made.
+        """
+        return ShardWriter(self.shard(number), self.manifest.specs(number))
+
     def verify(self) -> list[Finding]:
         """Every shard that is missing or unreadable, and every sample that is not what was written."""
         return [finding for number in range(self.manifest.shards) for finding in self.verify_shard(number)]
@@ -173,16 +190,16 @@ class Store:
         except (_safetensors_error(), OSError, ValueError) as error:
             return [Finding(kind="unreadable", place=path.name, expected="a whole safetensors file", found=str(error))]
 
-    def _verify_sample(self, handle: Any, shard: str, index: int, checksums: dict[str, str]) -> Iterator[Finding]:
+    def _verify_sample(self, handle: Any, name: str, index: int, checksums: dict[str, str]) -> Iterator[Finding]:
         sample = self._sample(handle, index)
         found = sample.checksum()
         expected = checksums.get(str(index), "none")
         if found != expected:
-            yield Finding(kind="corrupt", place=f"{shard}, sample {index}", expected=f"sha256 {expected}", found=found)
+            yield Finding(kind="corrupt", place=f"{name}, sample {index}", expected=expected, found=found)
         if len(sample.input_ids) != self.lengths[index]:
             tokens = str(len(sample.input_ids))
             yield Finding(
-                kind="length", place=f"{shard}, sample {index}", expected=str(self.lengths[index]), found=tokens
+                kind="length", place=f"{name}, sample {index}", expected=str(self.lengths[index]), found=tokens
             )
 
     def _map(self, number: int) -> Any:
@@ -241,23 +258,32 @@ class StoreWriter:
         Raises:
             DiskError: the disk is full or cannot be written. What was there before is still valid.
         """
-        from safetensors.torch import save_file
-
-        tensors, checksums = {}, {}
-        for index, sample in zip(self.store.manifest.samples_of(number), samples, strict=True):
-            tensors.update({f"{index}.{name}": tensor.contiguous() for name, tensor in sample.tensors().items()})
-            checksums[str(index)] = sample.checksum()
-        path = self.store.shard(number)
-        part = path.with_suffix(".part")
-        with disk_errors(self.store.path, part):
-            save_file(tensors, part, metadata={"checksums": json.dumps(checksums)})
-            sync(part)
-            part.rename(path)
-            sync(path.parent)
+        writer = self.store.shard_writer(number)
+        try:
+            for index, sample in zip(self.store.manifest.samples_of(number), samples, strict=True):
+                for name, tensor in sample.tensors().items():
+                    writer.put(index, name, 0, as_bytes(tensor))
+        except BaseException:
+            writer.drop()
+            raise
+        writer.finish()
 
     def close(self) -> None:
         """Lets another process write."""
         self._lock.close()
+
+
+def as_bytes(tensor: "Tensor") -> memoryview:
+    """A contiguous tensor's bytes, where they are."""
+    import torch
+
+    return memoryview(tensor.contiguous().view(torch.uint8).numpy()).cast("B")
+
+
+def _safetensors_name(tensor: "Tensor") -> str:
+    import torch
+
+    return {torch.int64: "I64", torch.bool: "BOOL", torch.bfloat16: "BF16"}[tensor.dtype]
 
 
 def read_manifest(path: Path) -> Manifest:

@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftmill import store as module
 from draftmill.errors import DiskError, StoreError
 from draftmill.layers import LayerContract
 from draftmill.store import Manifest, Sample, Store, StoreWriter
@@ -195,10 +194,10 @@ def test_a_write_that_stops_before_its_rename_leaves_the_old_shard(
     before = fill(tmp_path / "s", of).shard(0).read_bytes()
     writer = StoreWriter(tmp_path / "s", of)
 
-    def stop(path: Path) -> None:
+    def stop(file: int) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module, "sync", stop)
+    monkeypatch.setattr(os, "fsync", stop)
     with pytest.raises(KeyboardInterrupt):
         writer.write(0, [sample(i + 9, of.lengths[i]) for i in of.samples_of(0)])
     assert Store.open(tmp_path / "s").shard(0).read_bytes() == before
@@ -212,10 +211,10 @@ def test_what_the_disk_refuses_is_said_and_nothing_is_left(
     store = fill(tmp_path / "s", of)
     writer = StoreWriter(tmp_path / "s", of)
 
-    def refuse(path: Path) -> None:
+    def refuse(file: int) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(module, "sync", refuse)
+    monkeypatch.setattr(os, "fsync", refuse)
     with pytest.raises(DiskError, match="the disk is full" if number == errno.ENOSPC else "Read-only"):
         writer.write(0, [sample(i, of.lengths[i]) for i in of.samples_of(0)])
     assert not list((tmp_path / "s").glob("*.part"))
