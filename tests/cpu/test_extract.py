@@ -34,6 +34,7 @@ path = "unused"
 layers = [3, 1, 2]
 shard_samples = {shard_samples}
 max_num_batched_tokens = 64
+tensor_parallel = {tensor_parallel}
 [evaluate]
 [[evaluate.prompts]]
 name = "unused"
@@ -45,8 +46,10 @@ path = "unused"
 class Run:
     """One run's recipe, with samples prepared."""
 
-    def __init__(self, name: str, folder: Path, target: Path) -> None:
-        text = RECIPE.format(name=name, folder=folder, target=target, shard_samples=SHARD_SAMPLES)
+    def __init__(self, name: str, folder: Path, target: Path, tensor_parallel: int = 1) -> None:
+        text = RECIPE.format(
+            name=name, folder=folder, target=target, shard_samples=SHARD_SAMPLES, tensor_parallel=tensor_parallel
+        )
         self.file = folder / f"{name}.toml"
         self.file.write_text(text, encoding="utf-8")
         self.folder = Recipe.load(self.file).folder
@@ -212,10 +215,12 @@ def test_interrupted(server: Server, unbroken: Run, run: Run, number: signal.Sig
     assert {path: place for path, place in run.places().items() if path in kept} == kept
 
 
-def test_a_worker_that_dies(server: Server, run: Run) -> None:
+def test_a_worker_that_dies(server: Server, tiny_llama: Path, tmp_path: Path) -> None:
+    """One of two ranks: with one, the worker is the process itself, whose death the tests above are about."""
+    run = Run("run", tmp_path, tiny_llama, tensor_parallel=2)
     child = server.start(run)
     wait_until(lambda: len(run.shards) >= 3 or not lives(child), "nothing is written")
-    [worker] = workers(child)
+    _, worker = workers(child)
     os.kill(worker, signal.SIGKILL)
     assert server.wait(child) == 16, run.log.read_text()
     said = run.log.read_text()

@@ -1,14 +1,12 @@
 """Extraction with an engine that computes nothing: what is asked of it, what is kept, and what stops it."""
 
-import itertools
 import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -17,12 +15,12 @@ from hypothesis import strategies as st
 
 from draftmill import compute, extract
 from draftmill.errors import DataError, DiskError, Interrupted, LayerError, StackError, StoreError, TargetError
-from draftmill.extract.engine import calls
+from draftmill.extract.engine import SETTING, first
+from draftmill.extract.keep import Keeper
 from draftmill.recipe import Recipe
 from draftmill.store import Store
 from draftmill.tokens import TokenSample
 
-ENGINE = "speculators.data_generation.vllm_hidden_states_generator"
 WIDTH, VOCABULARY, LIMIT = 8, 100, 20
 LENGTHS = [3, 1, 5, 2, 20, 4, 7]
 RECIPE = """
@@ -54,57 +52,77 @@ def states(ids: list[int], layer: int) -> torch.Tensor:
 
 
 class FakeEngine:
-    """Notes what it is asked, and fails where it is told to."""
+    """Stands for vLLM's engine and its one worker, which keeps what it computes: a chunk of the first prompt a step.
 
-    started: list[dict[str, Any]]
-    calls: list[list[list[int]]]
+    Notes what it is asked, and fails before the step that it is told to, when all that was computed is written.
+    """
+
+    started: list[Any]
+    computed: list[list[int]]
     fail_at: int | None
     failure: BaseException
+    chunk = 6
 
-    def __init__(
-        self, model_path: str, layer_ids: list[int], max_model_len: int, trust_remote_code: bool = False, **more: Any
-    ) -> None:
-        self.started.append({"max_model_len": max_model_len, "trust_remote_code": trust_remote_code, **more})
-        self.layer_ids = layer_ids
-        self.executor = SimpleNamespace(collective_rpc=self._rpc, shutdown=lambda: None)
-        self.capturing: tuple[int, ...] = tuple(layer_ids)
+    def __init__(self, arguments: Any) -> None:
+        self.started.append(arguments)
+        ids = arguments.additional_config[SETTING]
+        self.layers = ids
+        self.taps = SimpleNamespace(buffers=[torch.zeros(self.chunk, WIDTH) for _ in ids])
+        names = [*(f"hidden_states.{k}" for k in ids), "last_hidden_state"]
+        self.keeper = Keeper(cast("Any", self.taps), names, self.chunk, WIDTH)
+        self.engine_core = SimpleNamespace(shutdown=lambda: None)
+        self.waiting: list[tuple[str, list[int], int]] = []
+        self.keeping = False
 
-    def _rpc(self, function: Callable[..., None], args: tuple[Any, ...]) -> None:
-        worker = SimpleNamespace(model_runner=SimpleNamespace(model=SimpleNamespace()))
-        worker.model_runner.model.set_aux_hidden_state_layers = lambda ids: setattr(self, "capturing", ids)
-        function(worker, *args)
+    @classmethod
+    def from_engine_args(cls, arguments: Any) -> "FakeEngine":
+        return cls(arguments)
 
-    def _submit(self, prompts: list[list[int]]) -> list[str]:
-        assert self.capturing == ()
-        return [str(i) for i in range(len(prompts))]
+    def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
+        if method == "keep":
+            self.keeping = bool(args[0])
+            return [self.keeper.stores(args[0])]
+        if method == "open_shard":
+            return [self.keeper.open(*args)]
+        assert method == "finished"
+        if args[0]:
+            self.keeper.drain()
+        return [None, self.keeper.finished()]
 
-    def _steps(self, waiting: set[str]) -> Iterator[list[str]]:
-        yield sorted(waiting)
+    def add_request(self, name: str, prompt: dict[str, list[int]], params: Any) -> None:
+        assert params.max_tokens == 1
+        self.waiting.append((name, prompt["prompt_token_ids"], 0))
 
-    def generate(self, prompts: list[list[int]]) -> list[dict[str, Any]]:
-        assert self.capturing == tuple(self.layer_ids)
-        if len(self.calls) == self.fail_at:
+    def step(self) -> list[Any]:
+        if self.keeping and len(self.computed) == self.fail_at:
+            self.keeper.drain()
             raise self.failure
-        self.calls.append(prompts)
-        return [
-            {
-                "input_ids": torch.tensor(ids),
-                "hidden_states": [states(ids, k) for k in self.layer_ids],
-                "last_hidden_state": states(ids, 9),
-                "loss_mask": None,
-            }
-            for ids in prompts
-        ]
+        name, ids, done = self.waiting.pop(0)
+        rows = ids[done : done + self.chunk]
+        if self.keeping:
+            for k, buffer in zip(self.layers, self.taps.buffers, strict=True):
+                buffer[: len(rows)] = states(rows, k)
+            self.keeper.step(states(rows, 9), [(f"{name}-0123abcd", done, len(rows))])
+        ends = done + len(rows) == len(ids)
+        if not ends:
+            self.waiting.insert(0, (name, ids, done + len(rows)))
+        elif self.keeping:
+            self.computed.append(ids)
+        return [SimpleNamespace(request_id=name, finished=ends)]
 
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> type[FakeEngine]:
     class Engine(FakeEngine):
-        started, calls, fail_at = [], [], None
+        started, computed, fail_at = [], [], None
 
-    module = ModuleType(ENGINE)
-    module.VllmHiddenStatesGenerator = Engine  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, ENGINE, module)
+    module = ModuleType("vllm")
+    module.LLMEngine = Engine  # type: ignore[attr-defined]
+    module.EngineArgs = module.SamplingParams = SimpleNamespace  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", module)
+    distributed = ModuleType("vllm.distributed")
+    distributed.cleanup_dist_env_and_memory = lambda: None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm.distributed", distributed)
     monkeypatch.setattr(compute, "set_up_vllm", lambda tensor_parallel: None)
     return Engine
 
@@ -137,7 +155,7 @@ class Job(NamedTuple):
 
     @property
     def shards(self) -> list[Path]:
-        return sorted(self.recipe.folder.store_train.glob("shard-*"))
+        return sorted(self.recipe.folder.store_train.glob("shard-*.safetensors"))
 
 
 def make_job(root: Path) -> Job:
@@ -173,9 +191,9 @@ def test_every_sample_is_extracted_in_its_order(job: Job, engine: type[FakeEngin
             assert list(store[i].hidden_states) == [3, 1]
             for k, rows in {**store[i].hidden_states, 9: store[i].last_hidden_state}.items():
                 assert torch.equal(rows, states(expected.input_ids, k).to(torch.bfloat16))
-    assert [s["max_model_len"] for s in engine.started] == [LIMIT]
-    assert [s["dtype"] for s in engine.started] == ["float32"]
-    assert [s["trust_remote_code"] for s in engine.started] == [False]
+    [started] = engine.started
+    assert (started.max_model_len, started.dtype, started.trust_remote_code) == (LIMIT + 1, "float32", False)
+    assert started.enable_prefix_caching is False
 
 
 def test_the_rates_are_written(job: Job, engine: type[FakeEngine]) -> None:
@@ -197,15 +215,15 @@ def test_the_rates_are_of_all_attempts(job: Job, engine: type[FakeEngine]) -> No
         assert isinstance(found, dict)
         return found
 
-    engine.fail_at, engine.failure = 2, KeyboardInterrupt()
+    engine.fail_at, engine.failure = 4, KeyboardInterrupt()
     with pytest.raises(Interrupted):
         extract.extract(job.recipe)
-    first = rates()
-    assert first["tokens"] == sum(LENGTHS[:4])
+    before = rates()
+    assert before["tokens"] == sum(LENGTHS[:4])
     engine.fail_at = None
     extract.extract(job.recipe)
     assert rates()["tokens"] == sum(LENGTHS) + 6
-    assert rates()["seconds"] > first["seconds"]
+    assert rates()["seconds"] > before["seconds"]
     for path in (job.recipe.folder.store_train, job.recipe.folder.store_held_out):
         shutil.rmtree(path)
     extract.extract(job.recipe)
@@ -221,15 +239,14 @@ def test_a_whole_store_starts_no_engine(job: Job, engine: type[FakeEngine], caps
 
 @pytest.mark.parametrize("stopped_at", range(5))
 def test_a_stopped_run_goes_on_where_it_stopped(job: Job, engine: type[FakeEngine], stopped_at: int) -> None:
-    engine.fail_at, engine.failure = stopped_at, KeyboardInterrupt()
+    engine.fail_at, engine.failure = min(2 * stopped_at, 7), KeyboardInterrupt()
     with pytest.raises(Interrupted, match=f"{stopped_at} of 5 shards are written"):
         extract.extract(job.recipe)
     assert len(job.shards) == min(stopped_at, 4)
     kept = {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in job.shards}
     engine.fail_at = None
     extract.extract(job.recipe)
-    whole = [[s.input_ids for s in SAMPLES[i : i + 2]] for i in range(0, 7, 2)] + [[HELD_OUT[0].input_ids]]
-    assert engine.calls == whole  # each once, and in the same company as without the stop
+    assert engine.computed == [s.input_ids for s in (*SAMPLES, *HELD_OUT)]  # each once
     assert {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in kept} == kept
     assert Store.open(job.recipe.folder.store_train).verify() == []
 
@@ -240,7 +257,7 @@ def test_a_damaged_shard_alone_is_done_again(
 ) -> None:
     extract.extract(job.recipe)
     before = {path.name: path.read_bytes() for path in job.shards}
-    engine.calls.clear()
+    engine.computed.clear()
     path = job.shards[1]
     data = bytearray(path.read_bytes())
     data[-5] ^= 1
@@ -249,7 +266,7 @@ def test_a_damaged_shard_alone_is_done_again(
     else:
         path.write_bytes(data[:-9] if damage == "truncated" else data)
     extract.extract(job.recipe)
-    assert engine.calls == [[s.input_ids for s in SAMPLES[2:4]]]
+    assert engine.computed == [s.input_ids for s in SAMPLES[2:4]]
     assert {path.name: path.read_bytes() for path in job.shards} == before
     if damage != "deleted":
         assert "shard-00001.safetensors" in capsys.readouterr().out
@@ -292,7 +309,6 @@ def test_a_disk_that_fills_in_the_middle(small_disk: Path, engine: type[FakeEngi
     ballast.unlink()
     extract.extract(job.recipe)
     assert Store.open(job.recipe.folder.store_train).verify() == []
-    assert len(engine.calls) == 20 + 1 + 1  # every shard once, held out too, and the one that found no room again
 
 
 @pytest.mark.parametrize(
@@ -375,7 +391,7 @@ def test_no_held_out_samples(job: Job, engine: type[FakeEngine]) -> None:
 
 
 def test_an_engine_that_fails_in_the_middle(job: Job, engine: type[FakeEngine]) -> None:
-    engine.fail_at, engine.failure = 2, RuntimeError("the KV cache is too small")
+    engine.fail_at, engine.failure = 4, RuntimeError("the KV cache is too small")
     with pytest.raises(StackError, match="the KV cache is too small") as caught:
         extract.extract(job.recipe)
     assert "extract.log" in caught.value.next_step
@@ -383,7 +399,7 @@ def test_an_engine_that_fails_in_the_middle(job: Job, engine: type[FakeEngine]) 
 
 
 def test_an_engine_that_does_not_start(job: Job, engine: type[FakeEngine], monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: FakeEngine, *args: Any, trust_remote_code: bool = False, **more: Any) -> None:
+    def refuse(self: FakeEngine, arguments: Any) -> None:
         os.write(2, logged)
         raise Exception("WorkerProc initialization failed")
 
@@ -396,28 +412,16 @@ def test_an_engine_that_does_not_start(job: Job, engine: type[FakeEngine], monke
         extract.extract(job.recipe)
 
 
-def test_speculators_without_the_patches(job: Job, engine: type[FakeEngine], monkeypatch: pytest.MonkeyPatch) -> None:
-    class Unpatched:
-        def __init__(self, model_path: str, layer_ids: list[int]) -> None:
-            raise AssertionError
-
-    monkeypatch.setattr(sys.modules[ENGINE], "VllmHiddenStatesGenerator", Unpatched)
-    with pytest.raises(StackError, match="without draftmill's patches"):
-        extract.extract(job.recipe)
-
-
-def test_no_speculators(job: Job, engine: type[FakeEngine], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, ENGINE, None)
+def test_no_vllm(job: Job, engine: type[FakeEngine], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(StackError, match="is not installed"):
         extract.extract(job.recipe)
 
 
-@given(st.lists(st.integers(1, 50), max_size=30), st.integers(1, 120))
-def test_a_shard_is_cut_into_calls(lengths: list[int], limit: int) -> None:
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=30), st.integers(1, 120))
+def test_the_first_samples_of_so_many_tokens(lengths: list[int], limit: int) -> None:
     samples = [sample(i, n) for i, n in enumerate(lengths)]
-    cut = list(calls(samples, limit))
-    assert [s for call in cut for s in call] == samples
-    for call, after in itertools.pairwise(cut):
-        tokens = sum(len(s.input_ids) for s in call)
-        assert len(call) == 1 or tokens <= limit
-        assert tokens + len(after[0].input_ids) > limit
+    found = first(samples, limit)
+    assert found == samples[: len(found)]
+    assert len(found) == 1 or sum(lengths[: len(found)]) <= limit
+    assert len(found) == len(samples) or sum(lengths[: len(found) + 1]) > limit

@@ -1,14 +1,14 @@
 """Hidden states of the target, extracted with vLLM and kept in a store.
 
-The patched speculators drives the engine. One call extracts a fixed run of samples, which the lengths alone decide, so
-that a store which was written in ten attempts is the same as one written in one.
+vLLM is kept full of prompts, across shards, and its worker writes each token's states to their place. A sample's states
+are the same in whatever company it was computed, to the last bits that a batch's size changes in any engine.
 """
 
 import contextlib
 import hashlib
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from rich.console import Console
 
 from draftmill import compute, target
 from draftmill.errors import DataError, DiskError, Interrupted
-from draftmill.extract.engine import Engine
+from draftmill.extract.engine import Engine, Job
 from draftmill.extract.rates import Rates
 from draftmill.layers import LayerContract
 from draftmill.recipe import Recipe
@@ -35,9 +35,11 @@ class Split:
     writer: StoreWriter
     todo: list[int]
 
-    @property
-    def tokens(self) -> int:
-        return sum(len(self.samples[i].input_ids) for n in self.todo for i in self.writer.store.manifest.samples_of(n))
+    def jobs(self, store: int) -> Iterator[Job]:
+        """The shards to extract, of the store of that number."""
+        for number in self.todo:
+            indices = self.writer.store.manifest.samples_of(number)
+            yield Job(store=store, number=number, samples=[(i, self.samples[i]) for i in indices])
 
 
 def extract(recipe: Recipe, *, yes: bool = False) -> None:
@@ -119,7 +121,7 @@ def _check_disk(
     """Prints what will be written against what is free, and refuses what does not fit."""
     needed = 0
     for _, path, manifest in manifests:
-        there = sum(file.stat().st_size for file in path.glob("shard-*"))
+        there = sum(file.stat().st_size for file in path.glob("shard-*.safetensors"))
         needed += max(int(manifest.bytes_of(range(len(manifest.lengths))) * MARGIN) - there, 0)
     root.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(root).free
@@ -151,26 +153,38 @@ def _run(recipe: Recipe, engine: Engine, splits: Sequence[Split], console: Conso
     """Extracts every shard that is to be done; after each, the rates are on the disk too."""
     prefill_tokens, prefill_seconds = engine.plain_prefill(splits[0].samples)
     path = recipe.folder.extraction_json
-    before = rates = Rates(
+    rates = Rates(
         plain_prefill_tokens=prefill_tokens,
         plain_prefill_tokens_per_second=prefill_tokens / prefill_seconds,
         computed_in=compute.target_dtype(recipe),
     )
     if any(len(split.todo) < split.writer.store.manifest.shards for split in splits):
-        before = rates = rates.gone_on_from(path)
+        rates = rates.gone_on_from(path)
+    jobs = [job for number, split in enumerate(splits) for job in split.jobs(number)]
+    files = {(job.store, job.number): splits[job.store].writer.store.shard(job.number) for job in jobs}
+    damaged = {key: file.stat().st_ino for key, file in files.items() if file.exists()}
+    start = asked = time.monotonic()
+
+    def count(done: Iterable[Job]) -> None:
+        nonlocal rates, asked
+        for job in done:
+            now = time.monotonic()
+            size = files.pop((job.store, job.number)).stat().st_size
+            rates, asked = rates.and_a_shard(job.tokens, now - asked, size), now
+            rates.write(path)
+
     with compute.progress(console) as bar:
-        task = bar.add_task("extract", total=sum(split.tokens for split in splits), rate="")
-        for split in splits:
-            for number in split.todo:
-                start = time.monotonic()
-                results = engine.states([split.samples[i] for i in split.writer.store.manifest.samples_of(number)])
-                split.writer.write(number, results)
-                seconds = time.monotonic() - start
-                tokens = sum(len(sample.input_ids) for sample in results)
-                rates = rates.and_a_shard(tokens, seconds, split.writer.store.shard(number).stat().st_size)
-                rates.write(path)
-                done = rates.tokens - before.tokens
-                bar.update(task, completed=done, rate=f"{done / (rates.seconds - before.seconds):,.0f} tokens/s")
+        task = bar.add_task("extract", total=sum(job.tokens for job in jobs), rate="")
+        computed = 0
+        try:
+            for tokens, done in engine.extract([split.writer.store.path for split in splits], jobs):
+                count(done)
+                computed += tokens
+                rate = f"{computed / (time.monotonic() - start):,.0f} tokens/s"
+                bar.update(task, completed=computed, rate=rate)
+        finally:  # of what stops it in the middle, nothing says which shards were finished last
+            there = {key: file.stat().st_ino for key, file in files.items() if file.exists()}
+            count([job for job in jobs if (key := (job.store, job.number)) in there and there[key] != damaged.get(key)])
     share = rates.tokens_per_second / rates.plain_prefill_tokens_per_second
     console.print(
         f"{rates.tokens:,} tokens at {rates.tokens_per_second:,.0f} tokens/s, {share:.2f} of plain prefill; "

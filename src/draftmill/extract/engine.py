@@ -1,107 +1,168 @@
-"""vLLM, driven by the patched speculators: started, asked for hidden states, and for plain prefill to compare with."""
+"""vLLM, asked for the prefill of samples. Its workers keep the states (`draftmill.extract.worker`); none comes here."""
 
+import bisect
 import contextlib
-import inspect
-import logging
+import itertools
+import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftmill import compute
-from draftmill.errors import StackError
+from draftmill import compute, errors
+from draftmill.errors import DraftmillError, StackError
 from draftmill.layers import LayerContract
 from draftmill.recipe import Recipe
-from draftmill.store import Sample
 from draftmill.tokens import TokenSample
 
-CALL_TOKENS = 65_536  # what one call of the engine may hold in host memory
+WORKER = "draftmill.extract.worker.ExtractionWorker"
+SETTING = "draftmill_layers"  # in vLLM's additional_config, where the worker reads the layer ids
+AHEAD = 2  # requests that the engine has, in multiples of those that it runs at a time: it must never lack one
+POLL_SECONDS = 0.1  # how often the workers are asked what is finished
 PREFILL_SECONDS = 10  # how long plain prefill is measured, about
 PREFILL_PROBE_TOKENS = 1_024  # what tells how many tokens that is
 
 
-class Engine:
-    """The target under vLLM, which gives the states that a layer contract names."""
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One shard to extract: its store's number, its own, and its samples with their indices in the store."""
 
-    def __init__(self, recipe: Recipe, contract: LayerContract, limit: int, log: Path) -> None:
+    store: int
+    number: int
+    samples: Sequence[tuple[int, TokenSample]]
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(sample.input_ids) for _, sample in self.samples)
+
+
+class Engine:
+    """The target under vLLM, which writes the states that a layer contract names."""
+
+    def __init__(self, recipe: Recipe, contract: LayerContract, limit: int, log: Path, *, eager: bool = True) -> None:
         """Starts vLLM.
 
         Args:
             limit: tokens that a sample may have.
             log: where the engine's output goes, which is read for what it died of.
+            eager: without compiling the model, which takes a minute and gains nothing for prompts of usual lengths.
 
         Raises:
-            StackError: vLLM or speculators is missing or unpatched, or the engine does not start.
+            StackError: vLLM is missing, or does not start.
+            TargetError: the target's decoder layers are not found.
         """
         self._recipe = recipe
         self._log = log
-        compute.set_up_vllm(recipe.extract.tensor_parallel)
-        generator = _generator()
+        self._settings = recipe.extract
+        self._running = min(self._settings.max_num_seqs, self._settings.max_num_batched_tokens)
+        compute.set_up_vllm(self._settings.tensor_parallel)
+        # One process where one device computes: the worker's errors are ours then, and nothing is sent.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        # The token that is sampled after a prompt of full length is one more than the target has; it is never computed.
+        os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
+        try:
+            from vllm import EngineArgs, LLMEngine
+        except ImportError as error:
+            raise StackError(f"the stack is not installed: {error}", next_step="run ./just setup") from error
         with self._errors():
-            self._generator = generator(
-                str(recipe.target_folder),
-                layer_ids=list(contract.ids),
-                max_model_len=limit,
-                gpu_memory_utilization=recipe.extract.gpu_memory_utilization,
-                tensor_parallel_size=recipe.extract.tensor_parallel,
-                max_num_batched_tokens=recipe.extract.max_num_batched_tokens,
-                max_num_seqs=recipe.extract.max_num_seqs,
-                dtype=compute.target_dtype(recipe),
-                trust_remote_code=recipe.target.trust_remote_code,
+            self._engine = LLMEngine.from_engine_args(
+                EngineArgs(
+                    model=str(recipe.target_folder),
+                    skip_tokenizer_init=True,
+                    worker_cls=WORKER,
+                    additional_config={SETTING: list(contract.ids)},
+                    max_model_len=limit + 1,
+                    gpu_memory_utilization=self._settings.gpu_memory_utilization,
+                    tensor_parallel_size=self._settings.tensor_parallel,
+                    max_num_batched_tokens=self._settings.max_num_batched_tokens,
+                    max_num_seqs=self._running,
+                    dtype=compute.target_dtype(recipe),
+                    trust_remote_code=recipe.target.trust_remote_code,
+                    enable_prefix_caching=False,  # every token has to be computed
+                    enforce_eager=eager,
+                    disable_log_stats=True,
+                )
             )
 
     def shutdown(self) -> None:
-        """Ends the workers."""
-        self._generator.executor.shutdown()
+        """Ends the workers, and this process's part in their group: another target may need another."""
+        from vllm.distributed import cleanup_dist_env_and_memory
 
-    def states(self, samples: Sequence[TokenSample]) -> list[Sample]:
-        """The samples with the target's states, in their order.
+        self._engine.engine_core.shutdown()
+        cleanup_dist_env_and_memory()
+
+    def extract(self, stores: Sequence[Path], jobs: Iterable[Job]) -> Iterator[tuple[int, list[Job]]]:
+        """Extracts shards into stores that have their manifests, in the order of the jobs.
+
+        Yields:
+            Tokens that were computed, and the shards that are on the disk, since the last time.
 
         Raises:
+            DiskError: a shard cannot be written. Those that are there are whole.
             StackError: the engine fails.
         """
         with self._errors():
-            return [sample for call in calls(samples) for sample in self._call(call)]
+            self._rpc("keep", [str(path) for path in stores])
+            begun: dict[tuple[int, int], Job] = {}
+            asked, tokens = time.monotonic(), 0
+            for computed in self._prefill(self._begin(jobs, begun)):
+                tokens += computed
+                if time.monotonic() - asked >= POLL_SECONDS:
+                    yield tokens, self._finished(begun)
+                    asked, tokens = time.monotonic(), 0
+            yield tokens, self._finished(begun, wait=True)
 
     def plain_prefill(self, samples: Sequence[TokenSample]) -> tuple[int, float]:
-        """Tokens and seconds of prefill alone, on the first samples, with nothing captured.
+        """Tokens and seconds of prefill alone, on the first samples, with nothing kept.
 
         Raises:
             StackError: the engine fails.
         """
-        executor = self._generator.executor
         with self._errors():
-            executor.collective_rpc(capture_layers, args=((),))
-            try:
-                probe = next(calls(samples, PREFILL_PROBE_TOKENS))
-                self._prefill(probe[:1])  # what a first step alone pays is not counted
-                tokens, seconds = self._prefill(probe)
-                return self._prefill(next(calls(samples, int(tokens / seconds * PREFILL_SECONDS))))
-            finally:
-                executor.collective_rpc(capture_layers, args=(tuple(self._generator.layer_ids),))
+            self._rpc("keep", [])
+            probe = first(samples, PREFILL_PROBE_TOKENS)
+            self._timed(probe[:1])  # what a first step alone pays is not counted
+            tokens, seconds = self._timed(probe)
+            return self._timed(first(samples, int(tokens / seconds * PREFILL_SECONDS)))
 
-    def _prefill(self, samples: Sequence[TokenSample]) -> tuple[int, float]:
+    def _timed(self, samples: Sequence[TokenSample]) -> tuple[int, float]:
         start = time.monotonic()
-        for _ in self._generator._steps(set(self._generator._submit([sample.input_ids for sample in samples]))):
-            pass
-        return sum(len(sample.input_ids) for sample in samples), time.monotonic() - start
+        tokens = sum(self._prefill((str(number), sample.input_ids) for number, sample in enumerate(samples)))
+        return tokens, time.monotonic() - start
 
-    def _call(self, samples: Sequence[TokenSample]) -> list[Sample]:
-        import torch
+    def _prefill(self, prompts: Iterable[tuple[str, list[int]]]) -> Iterator[int]:
+        """Runs named prompts, the engine full of them; after each step, yields the tokens of those that ended."""
+        from vllm import SamplingParams
 
-        found = self._generator.generate([sample.input_ids for sample in samples])
-        return [
-            Sample(
-                input_ids=states["input_ids"],
-                loss_mask=torch.tensor(sample.loss_mask, dtype=torch.bool),
-                hidden_states={
-                    layer: rows.to(torch.bfloat16)
-                    for layer, rows in zip(self._generator.layer_ids, states["hidden_states"], strict=True)
-                },
-                last_hidden_state=states["last_hidden_state"].to(torch.bfloat16),
-            )
-            for sample, states in zip(samples, found, strict=True)
-        ]
+        params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+        waiting, running = iter(prompts), dict[str, int]()
+        while True:
+            for name, ids in itertools.islice(waiting, AHEAD * self._running - len(running)):
+                self._engine.add_request(name, {"prompt_token_ids": ids}, params)
+                running[name] = len(ids)
+            if not running:
+                return
+            yield sum(running.pop(output.request_id) for output in self._engine.step() if output.finished)
+
+    def _begin(self, jobs: Iterable[Job], begun: dict[tuple[int, int], Job]) -> Iterator[tuple[str, list[int]]]:
+        """Opens shard after shard, and gives their samples as prompts, by the names that the worker knows them by."""
+        for job in jobs:
+            begun[job.store, job.number] = job
+            samples = [sample for _, sample in job.samples]
+            ids, masks = [s.input_ids for s in samples], [s.loss_mask for s in samples]
+            self._rpc("open_shard", job.store, job.number, ids, masks)
+            yield from ((f"{job.store}:{index}", sample.input_ids) for index, sample in job.samples)
+
+    def _finished(self, begun: dict[tuple[int, int], Job], *, wait: bool = False) -> list[Job]:
+        [(done, trouble)] = [answer for answer in self._rpc("finished", wait) if answer is not None]
+        if trouble is not None:
+            kind, what, cause, next_step = trouble
+            raise getattr(errors, kind)(what, cause=cause, next_step=next_step)
+        return [begun.pop(key) for key in done]
+
+    def _rpc(self, method: str, *args: Any) -> list[Any]:
+        return list(self._engine.collective_rpc(method, args=args))
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
@@ -111,6 +172,8 @@ class Engine:
         """
         try:
             yield
+        except DraftmillError:
+            raise
         except Exception as error:
             raise StackError(
                 f"vLLM failed on {self._recipe.target_folder}: {compute.last_error(self._log) or error}",
@@ -120,35 +183,7 @@ class Engine:
             ) from error
 
 
-def _generator() -> Any:
-    try:
-        from speculators.data_generation.vllm_hidden_states_generator import VllmHiddenStatesGenerator as Generator
-    except ImportError as error:
-        raise StackError(f"the stack is not installed: {error}", next_step="run ./just setup") from error
-    if "trust_remote_code" not in inspect.signature(Generator).parameters:
-        raise StackError(
-            "speculators is installed without draftmill's patches, or with earlier ones",
-            cause="another installation replaced it",
-            next_step="run ./just setup, or `draftmill patches build` and install that wheel",
-        )
-    logging.getLogger("speculators").setLevel(logging.WARNING)
-    return Generator
-
-
-def calls(samples: Sequence[TokenSample], limit: int = CALL_TOKENS) -> Iterator[list[TokenSample]]:
-    """Cuts a shard's samples, in their order, into runs of at most `limit` tokens (or one sample)."""
-    run: list[TokenSample] = []
-    tokens = 0
-    for sample in samples:
-        if run and tokens + len(sample.input_ids) > limit:
-            yield run
-            run, tokens = [], 0
-        run.append(sample)
-        tokens += len(sample.input_ids)
-    if run:
-        yield run
-
-
-def capture_layers(worker: Any, ids: tuple[int, ...]) -> None:
-    """In a worker: asks the model for the inputs of these layers; of none, and it returns what plain prefill does."""
-    worker.model_runner.model.set_aux_hidden_state_layers(ids)
+def first(samples: Sequence[TokenSample], tokens: int) -> list[TokenSample]:
+    """The first samples of at most so many tokens together, and at least one."""
+    sums = list(itertools.accumulate(len(sample.input_ids) for sample in samples))
+    return list(samples[: max(1, bisect.bisect_right(sums, tokens))])
