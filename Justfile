@@ -30,9 +30,9 @@ lint: setup pins patches
     .venv/bin/ruff format --check .
     .venv/bin/mypy
 
-# Everything that CI runs
+# Everything that CI runs: it takes a Docker engine and 50 GB of disk; .ci/engine sets one up on Debian
 test *arguments: lint
-    .venv/bin/python -m pytest --cov=draftmill --cov-report=term --durations=10 "$@"
+    .ci/engine .venv/bin/python -m pytest --cov=draftmill --cov-report=term --durations=10 "$@"
 
 # The tests that take seconds
 test-unit *arguments: setup
@@ -53,3 +53,7 @@ image-offline *arguments: setup
 # The image's tests: a real engine builds the CPU image and runs the stages in it
 test-docker *arguments: setup
     .ci/engine .venv/bin/python -m pytest tests/docker "$@"
+
+# Extraction's rate against plain prefill and what else there is; on a GPU see benchmarks/extract.py
+bench-extract *arguments: setup
+    .venv/bin/python benchmarks/extract.py --out runs/bench-extract --ways plain,ours,hf --lengths 256 --tokens 16000 "$@"
