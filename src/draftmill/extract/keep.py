@@ -51,10 +51,11 @@ class Step:
 class Taps:
     """Buffers [steps' token budget, H] that hold the inputs of the asked layers, as the last forward pass left them."""
 
-    def __init__(self, model: torch.nn.Module, ids: Sequence[int], count: int, budget: int, width: int) -> None:
-        layers = locate.decoder_layers(model, count)
-        some = next(model.parameters())
-        self.buffers = [torch.zeros(budget, width, dtype=_dtype(model), device=some.device) for _ in ids]
+    def __init__(self, layers: torch.nn.ModuleList, ids: Sequence[int], buffer: torch.Tensor) -> None:
+        """Args:
+        buffer: as large as each is to be, in the model's dtype and on its device.
+        """
+        self.buffers = [torch.zeros_like(buffer) for _ in ids]
         for layer, buffer in zip((layers[k] for k in ids), self.buffers, strict=True):
             layer.register_forward_pre_hook(_hook(buffer, locate.arguments(layer)), with_kwargs=True)
 
@@ -78,11 +79,6 @@ def tap(buffer: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | Non
 
 
 tap.register_fake(lambda *_: None)
-
-
-def _dtype(model: torch.nn.Module) -> torch.dtype:
-    """What the model computes its residual stream in."""
-    return next(p.dtype for p in model.parameters() if p.is_floating_point() and p.dtype.itemsize > 1)
 
 
 class Keeper:

@@ -5,8 +5,10 @@ vLLM imports this module by name (`worker_cls`), in the process that computes; n
 
 from typing import Any
 
+import torch
 from vllm.platforms import current_platform
 
+from draftmill.extract import locate
 from draftmill.extract.engine import SETTING
 from draftmill.extract.keep import Keeper, Taps
 
@@ -31,7 +33,9 @@ class ExtractionWorker(Worker):  # type: ignore[misc]
         ids = config.additional_config[SETTING]
         count, width = config.model_config.get_total_num_hidden_layers(), config.model_config.get_hidden_size()
         budget = config.scheduler_config.max_num_batched_tokens
-        taps = Taps(self.model_runner.get_model(), ids, count, budget, width)
+        layers = locate.decoder_layers(self.model_runner.get_model(), count)
+        buffer = torch.empty(budget, width, dtype=config.model_config.dtype, device=self.model_runner.device)
+        taps = Taps(layers, ids, buffer)
         self.keeper = Keeper(taps, [*(f"hidden_states.{k}" for k in ids), "last_hidden_state"], budget, width)
 
     def execute_model(self, scheduler_output: Any) -> Any:
