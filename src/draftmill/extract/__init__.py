@@ -53,7 +53,7 @@ def extract(recipe: Recipe, *, yes: bool = False) -> None:
         DiskError: the disk is, or would be, full.
         StoreError: the stores are another run's.
         Interrupted: Ctrl-C or SIGTERM; the shard that was in the making is dropped.
-        StackError: the engine does not start or fails, or speculators is not the patched one.
+        StackError: the engine does not start or fails.
     """
     console = Console(soft_wrap=True)
     config = target.read_config(recipe.target_folder)
