@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 import typer.core
 from rich.console import Console
+from rich.table import Table
 
 from draftmill import (
     compute,
@@ -198,6 +199,28 @@ def store_verify(path: Path) -> None:
     if findings:
         raise StoreError(f"{path}: {len(findings)} faults", next_step="run `draftmill extract` again: it repairs them")
     _console().print(f"{path}: whole", markup=False)
+
+
+@store_app.command("info", help="What it holds and of whom; no shard is read.")
+def store_info(path: Path) -> None:
+    table = Table(show_header=False, box=None)
+    for name, value in store.Store.open(path, partial=True).facts().items():
+        table.add_row(name, value)
+    _console().print(table)
+
+
+@store_app.command("sample", help="One sample's tensors, and how large their values are.")
+def store_sample(path: Path, index: int) -> None:
+    opened = store.Store.open(path, partial=True)
+    if not 0 <= index < len(opened):
+        raise StoreError(f"{path} has no sample {index}", next_step=f"name one from 0 to {len(opened) - 1}")
+    table = Table("tensor", "dtype", "shape", "root mean square", "largest")
+    for name, tensor in opened[index].tensors().items():
+        values = tensor.double()
+        size, largest = values.square().mean().sqrt(), values.abs().max()
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        table.add_row(name, dtype, str(list(tensor.shape)), f"{size:.4g}", f"{largest:.4g}")
+    _console().print(table)
 
 
 def _version(show: bool) -> None:

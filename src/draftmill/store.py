@@ -141,6 +141,22 @@ class Store:
     def __len__(self) -> int:
         return len(self.manifest.lengths)
 
+    def facts(self) -> dict[str, str]:
+        """What a person asks of a store, without reading a shard."""
+        of = self.manifest
+        files = [path for n in range(of.shards) if (path := self.shard(n)).exists()]
+        return {
+            "samples": f"{len(self):,}",
+            "tokens": f"{sum(self.lengths):,}, {max(self.lengths, default=0):,} in the longest",
+            "shards": f"{len(files):,} of {of.shards:,}, {sum(path.stat().st_size for path in files) / 1e9:.2f} GB",
+            "layers": f"{', '.join(map(str, of.layers.ids))}: {of.layers.meaning}",
+            "last hidden state": of.layers.last_hidden_state,
+            "states": f"{of.dtype} [tokens, {of.target.hidden_size}], computed in {of.computed_in}",
+            "target": of.target.fingerprint,
+            "data": of.dataset_digest,
+            "stack": ", ".join(f"{name} {version}" for name, version in of.stack.items()),
+        }
+
     def __getitem__(self, index: int) -> Sample:
         """Maps sample `index`.
 

@@ -8,7 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from draftmill import cli
 from draftmill.errors import DiskError, StoreError
 from draftmill.layers import LayerContract
 from draftmill.store import Manifest, Sample, Store, StoreWriter
@@ -252,3 +254,24 @@ def test_the_estimate_is_what_is_written(tmp_path: Path) -> None:
     store = fill(tmp_path / "s", of)
     header = 8 + int.from_bytes(store.shard(0).read_bytes()[:8], "little")
     assert store.shard(0).stat().st_size - header == of.bytes_of(range(2))
+
+
+def test_what_a_store_says_of_itself(tmp_path: Path) -> None:
+    store = fill(tmp_path / "s", manifest())
+    store.shard(1).unlink()
+    done = CliRunner().invoke(cli.app, ["store", "info", str(tmp_path / "s")])
+    lines = {line.split("  ")[0].strip(): line for line in done.output.splitlines()}
+    assert "15, 5 in the longest" in lines["tokens"]
+    assert "2 of 3" in lines["shards"]
+    assert "3, 1: input of decoder layer k" in lines["layers"]
+
+
+def test_what_a_sample_holds(tmp_path: Path) -> None:
+    store = fill(tmp_path / "s", manifest())
+    done = CliRunner().invoke(cli.app, ["store", "sample", str(tmp_path / "s"), "2"], terminal_width=120)
+    rows = {line.split()[1]: line for line in done.output.splitlines() if "." in line or "_" in line}
+    assert list(rows) == ["input_ids", "loss_mask", "hidden_states.3", "hidden_states.1", "last_hidden_state"]
+    assert "[5, 4]" in rows["hidden_states.3"]
+    assert f"{store[2].hidden_states[3].abs().max().item():.4g}" in rows["hidden_states.3"]
+    refused = CliRunner().invoke(cli.app, ["store", "sample", str(tmp_path / "s"), "5"])
+    assert isinstance(refused.exception, StoreError)
