@@ -30,9 +30,9 @@ lint: setup pins patches
     .venv/bin/ruff format --check .
     .venv/bin/mypy
 
-# Everything that CI runs: it takes a Docker engine and 50 GB of disk; .ci/engine sets one up on Debian
+# Everything that CI runs: it takes a Docker engine and 25 GB of disk; .ci/engine sets one up on Debian
 test *arguments: lint
-    .ci/engine .venv/bin/python -m pytest --cov=draftmill --cov-report=term --durations=10 "$@"
+    .ci/engine .venv/bin/python -m pytest -m "not slow" --cov=draftmill --cov-report=term --durations=10 "$@"
 
 # The tests that take seconds
 test-unit *arguments: setup
@@ -50,7 +50,7 @@ fetch *arguments: setup
 image-offline *arguments: setup
     @.venv/bin/draftmill image build --prefetched prefetched "$@"
 
-# The image's tests: a real engine builds the CPU image and runs the stages in it
+# All of the image's tests: a real engine builds the CPU image twice, once with no network, and runs the stages in it
 test-docker *arguments: setup
     .ci/engine .venv/bin/python -m pytest tests/docker "$@"
 

@@ -104,6 +104,7 @@ def test_a_changed_signature_of_vllm_stops_the_build(built: str, tmp_path: Path)
     assert "brand_new" in said
 
 
+@pytest.mark.slow
 def test_a_second_build_with_no_network_gives_the_same_packages_files_and_layers(built: str, tmp_path: Path) -> None:
     again, folder = "draftmill-test-again:local", tmp_path / "prefetched"
     base = overrides()
