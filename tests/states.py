@@ -1,5 +1,6 @@
 """Hidden states as draftmill extracts them, and as Hugging Face's model computes them."""
 
+import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,11 @@ sources = [{{ format = "tokens", path = "unused" }}]
 [evaluate]
 prompts = [{{ name = "unused", format = "messages", path = "unused" }}]
 """
+
+
+def prompts(lengths: Sequence[int], seed: int, vocabulary: int) -> list[Prompt]:
+    chosen = random.Random(seed)
+    return [[chosen.randrange(3, vocabulary) for _ in range(n)] for n in lengths]
 
 
 class Extraction:

@@ -121,9 +121,11 @@ class ShardWriter:
             samples.setdefault(spec.sample, {})[spec.name] = line
         header = self._header({sample: checksum(lines) for sample, lines in samples.items()})
         with disk_errors(self.path.parent, self.part):
-            os.pwrite(self._file, header, 0)
-            os.fsync(self._file)
-            os.close(self._file)
+            try:
+                os.pwrite(self._file, header, 0)
+                os.fsync(self._file)
+            finally:
+                os.close(self._file)
             self.part.rename(self.path)
             sync(self.path.parent)
 

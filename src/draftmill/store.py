@@ -13,7 +13,7 @@ checksum; a reader maps, never loads. Per sample of T tokens, with H the target'
 import fcntl
 import functools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -69,7 +69,7 @@ class Manifest(BaseModel):
 
     def specs(self, number: int) -> Iterator[shard.Spec]:
         """Every tensor of one shard."""
-        states = [*(f"hidden_states.{layer}" for layer in self.layers.ids), "last_hidden_state"]
+        states = state_names(self.layers.ids)
         for index in self.samples_of(number):
             rows = self.lengths[index]
             yield shard.Spec(sample=index, name="input_ids", dtype="I64", rows=rows)
@@ -93,9 +93,10 @@ class Sample:
 
     def tensors(self) -> "dict[str, Tensor]":
         """The sample's tensors under the names that they have in a shard, less the index."""
-        states = {f"hidden_states.{layer}": states for layer, states in self.hidden_states.items()}
-        named = {"input_ids": self.input_ids, "loss_mask": self.loss_mask, **states}
-        return {**named, "last_hidden_state": self.last_hidden_state}
+        states = zip(
+            state_names(self.hidden_states), (*self.hidden_states.values(), self.last_hidden_state), strict=True
+        )
+        return {"input_ids": self.input_ids, "loss_mask": self.loss_mask, **dict(states)}
 
     def checksum(self) -> str:
         """Over names, dtypes, shapes and bytes."""
@@ -287,6 +288,11 @@ class StoreWriter:
     def close(self) -> None:
         """Lets another process write."""
         self._lock.close()
+
+
+def state_names(ids: Iterable[int]) -> list[str]:
+    """A sample's tensors of states in a shard: those of the layers, in that order, and the last hidden state."""
+    return [*(f"hidden_states.{layer}" for layer in ids), "last_hidden_state"]
 
 
 def as_bytes(tensor: "Tensor") -> memoryview:

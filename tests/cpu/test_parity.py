@@ -8,11 +8,10 @@ Where a CPU's kernels give nearly the same bits for any batch, 16 units in float
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from states import Extraction, Prompt, Reference, States, cosine, relative, typical
+from states import Extraction, Prompt, Reference, States, cosine, prompts, relative, typical
 from torch import Tensor
 
 from draftmill.errors import StackError
@@ -25,16 +24,11 @@ ROUNDING = 16 * 2.0**-23
 HALF = 2.0**-8  # half of the distance between two bfloat16, at most, relative to them
 
 
-def prompts(lengths: Sequence[int], seed: int) -> list[Prompt]:
-    chosen = random.Random(seed)
-    return [[chosen.randrange(3, VOCABULARY) for _ in range(n)] for n in lengths]
-
-
-POOL = prompts([1 + i % 7 for i in range(100)], seed=1)
-LENGTHS = prompts([1, 2, 255, 256, 257, 700], seed=2)
-EDGE = prompts([500] * 18, seed=3)  # 9000 tokens, for a budget of 8192
-PREFIX = prompts([40], seed=4)[0]
-SHARED = [*(PREFIX + tail for tail in prompts([1, 2, 17, 30], seed=5)), PREFIX, PREFIX]
+POOL = prompts([1 + i % 7 for i in range(100)], seed=1, vocabulary=VOCABULARY)
+LENGTHS = prompts([1, 2, 255, 256, 257, 700], seed=2, vocabulary=VOCABULARY)
+EDGE = prompts([500] * 18, seed=3, vocabulary=VOCABULARY)  # 9000 tokens, for a budget of 8192
+PREFIX = prompts([40], seed=4, vocabulary=VOCABULARY)[0]
+SHARED = [*(PREFIX + tail for tail in prompts([1, 2, 17, 30], seed=5, vocabulary=VOCABULARY)), PREFIX, PREFIX]
 
 
 def noise_of(reference: Reference, *batches: Sequence[Prompt]) -> dict[int | str, float]:
@@ -75,10 +69,6 @@ class Checked:
         return found
 
 
-def start(folder: Path, work: Path, ids: Sequence[int] = IDS, *, dtype: str, limit: int, **settings: Any) -> Extraction:
-    return Extraction(folder, work, ids, dtype, limit, **settings)
-
-
 @pytest.fixture(scope="module")
 def reference(smollm2: Path) -> Reference:
     return Reference(smollm2, "float32", IDS)
@@ -93,8 +83,8 @@ def noise(reference: Reference) -> dict[int | str, float]:
 def checked(
     smollm2: Path, reference: Reference, noise: dict[int | str, float], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Checked]:
-    extraction = start(
-        smollm2, tmp_path_factory.mktemp("work"), dtype="float32", limit=LIMIT, max_num_batched_tokens=8192
+    extraction = Extraction(
+        smollm2, tmp_path_factory.mktemp("work"), IDS, "float32", LIMIT, max_num_batched_tokens=8192
     )
     yield Checked(extraction, reference, noise)
     extraction.engine.shutdown()
@@ -157,7 +147,7 @@ def test_three_ranks_and_a_budget_of_256(
     smollm2: Path, reference: Reference, noise: dict[int | str, float], tmp_path: Path
 ) -> None:
     ids, settings = (15, 27, 2), {"tensor_parallel": 3, "max_num_batched_tokens": 256}
-    extraction = start(smollm2, tmp_path, ids, dtype="float32", limit=1024, **settings)
+    extraction = Extraction(smollm2, tmp_path, ids, "float32", 1024, **settings)
     try:
         Checked(extraction, reference, noise)([*POOL[:11], *EDGE[:3], *LENGTHS[2:5]])
     finally:
@@ -172,10 +162,10 @@ def test_in_bfloat16_with_a_budget_of_32(smollm2: Path, reference: Reference, tm
     turns into something else.
     """
     half = Reference(smollm2, "bfloat16", IDS)
-    of = [*prompts([9, 17, 33], seed=8), PREFIX]
+    of = [*prompts([9, 17, 33], seed=8, vocabulary=VOCABULARY), PREFIX]
     from_truth = [differences(half.alone(p), reference.alone(p)) for p in of]
     ids = (2, 15, 27)
-    extraction = start(smollm2, tmp_path, ids, dtype="bfloat16", limit=256, max_num_batched_tokens=32)
+    extraction = Extraction(smollm2, tmp_path, ids, "bfloat16", 256, max_num_batched_tokens=32)
     try:
         found = extraction.states(of)
     finally:
@@ -196,9 +186,9 @@ def test_a_prompt_of_the_models_limit(smollm2: Path, tmp_path: Path) -> None:
     del model
     ids = (5, 1, 3)
     reference = Reference(tmp_path / "six", "float32", ids)
-    extraction = start(tmp_path / "six", tmp_path, ids, dtype="float32", limit=LIMIT, max_num_batched_tokens=8192)
+    extraction = Extraction(tmp_path / "six", tmp_path, ids, "float32", LIMIT, max_num_batched_tokens=8192)
     try:
-        longest = prompts([LIMIT], seed=7)[0]
+        longest = prompts([LIMIT], seed=7, vocabulary=VOCABULARY)[0]
         noise = noise_of(reference, POOL, [longest[:1000], longest[:900]])
         Checked(extraction, reference, noise)([POOL[0], longest, POOL[6]])
     finally:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from states import Extraction, Prompt, Reference, cosine, typical
+from states import Extraction, Prompt, Reference, cosine, prompts, typical
 
 IDS = (4, 1, 3)
 LIMIT = 2048
@@ -56,13 +56,8 @@ def latent() -> Any:
     )  # fmt: skip
 
 
-def prompts(lengths: list[int], seed: int) -> list[Prompt]:
-    chosen = random.Random(seed)
-    return [[chosen.randrange(3, VOCABULARY) for _ in range(n)] for n in lengths]
-
-
-HUNDRED = prompts([random.Random(0).randint(1, 300) for _ in range(100)], seed=1)
-EDGES = prompts([1, 15, 16, 17, 500, 500, 500, 1000, LIMIT], seed=2)
+HUNDRED = prompts([random.Random(0).randint(1, 300) for _ in range(100)], seed=1, vocabulary=VOCABULARY)
+EDGES = prompts([1, 15, 16, 17, 500, 500, 500, 1000, LIMIT], seed=2, vocabulary=VOCABULARY)
 
 
 @pytest.fixture(scope="module", params=[llama, qwen3, mixture, latent], ids=lambda make: make.__name__)

@@ -8,10 +8,12 @@
 The buffers bound what is in flight: where the disk is slow, the next step waits for one, and the scheduler with it.
 """
 
+import collections
+import contextlib
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,8 +30,12 @@ ON_DEVICE, ON_HOST = 2, 4  # buffers of one step each
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """Rows of one step that are a sample's: `rows` of them from row `at` of the step, the sample's from `first`."""
+    """Rows of one step that are a sample's: `rows` of them from row `at` of the step, the sample's from `first`.
 
+    `key` is the shard's store and number.
+    """
+
+    key: tuple[int, int]
     shard: ShardWriter
     sample: int
     first: int
@@ -103,12 +109,12 @@ class Keeper:
             self._free.put(torch.empty(shape, dtype=torch.bfloat16, pin_memory=self.cuda))
         self._open: dict[tuple[int, int], ShardWriter] = {}
         self._stores: list[Store] = []
-        self._finished: list[tuple[int, int]] = []
-        self._trouble: BaseException | None = None
+        self._finished: collections.deque[tuple[int, int]] = collections.deque()
+        self._trouble: Exception | None = None
         self._in_flight = 0
         self._idle = threading.Condition()
         self._work: list[queue.SimpleQueue[Step]] = [queue.SimpleQueue() for _ in names]
-        self._whole: queue.SimpleQueue[ShardWriter] = queue.SimpleQueue()
+        self._whole: queue.SimpleQueue[tuple[tuple[int, int], ShardWriter]] = queue.SimpleQueue()
         for number, work in enumerate(self._work):
             threading.Thread(target=self._write, args=(number, work), daemon=True).start()
         threading.Thread(target=self._finish, daemon=True).start()
@@ -154,7 +160,9 @@ class Keeper:
 
     def finished(self) -> tuple[list[tuple[int, int]], tuple[str, str, str, str] | None]:
         """The shards that are on the disk since this was asked last, as (store, number), and what has gone wrong."""
-        done, self._finished = self._finished, []
+        done = []
+        while self._finished:  # a thread adds to it meanwhile
+            done.append(self._finished.popleft())
         return done, _described(self._trouble)
 
     def drain(self) -> None:
@@ -166,11 +174,11 @@ class Keeper:
         store, colon, sample = name.rpartition("-")[0].partition(":")
         if not colon:
             return None
-        number = int(sample) // self._stores[int(store)].manifest.shard_samples
-        shard = self._open.get((int(store), number))
+        key = int(store), int(sample) // self._stores[int(store)].manifest.shard_samples
+        shard = self._open.get(key)
         if shard is None:
             return None
-        return Span(shard=shard, sample=int(sample), first=first, at=at, rows=rows)
+        return Span(key=key, shard=shard, sample=int(sample), first=first, at=at, rows=rows)
 
     def _copy(self, sources: Sequence[torch.Tensor], host: torch.Tensor, rows: int) -> Any:
         """Begins the copy to the host; gives the event after which it is there."""
@@ -209,7 +217,7 @@ class Keeper:
                     if span.shard.put(span.sample, self.names[number], span.first, data):
                         with self._idle:
                             self._in_flight += 1
-                        self._whole.put(span.shard)
+                        self._whole.put((span.key, span.shard))
                 self.written[number] += time.monotonic() - start
             with step.lock:
                 step.left -= 1
@@ -221,10 +229,9 @@ class Keeper:
     def _finish(self) -> None:
         """A thread: gives whole shards their names, which waits for the disk."""
         while True:
-            shard = self._whole.get()
+            key, shard = self._whole.get()
             with self._kept_trouble():
                 shard.finish()
-                key = next(k for k, s in self._open.items() if s is shard)
                 del self._open[key]
                 self._finished.append(key)
             self._one_less()
@@ -234,27 +241,16 @@ class Keeper:
             self._in_flight -= 1
             self._idle.notify_all()
 
-    def _kept_trouble(self) -> "_Kept":
-        return _Kept(self)
+    @contextlib.contextmanager
+    def _kept_trouble(self) -> Iterator[None]:
+        """Keeps the first error of a thread for the driver, which asks for it: nobody waits for the thread itself."""
+        try:
+            yield
+        except Exception as error:
+            self._trouble = self._trouble or error
 
 
-class _Kept:
-    """Keeps the first error of a thread for the driver, which asks for it: nobody waits for the thread itself."""
-
-    def __init__(self, keeper: Keeper) -> None:
-        self.keeper = keeper
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
-        if isinstance(error, Exception):
-            self.keeper._trouble = self.keeper._trouble or error
-            return True
-        return False
-
-
-def _described(error: BaseException | None) -> tuple[str, str, str, str] | None:
+def _described(error: Exception | None) -> tuple[str, str, str, str] | None:
     """An error as plain words, which cross processes: its class, what, cause and next step."""
     if error is None:
         return None

@@ -11,6 +11,7 @@ from vllm.platforms import current_platform
 from draftmill.extract import locate
 from draftmill.extract.engine import SETTING
 from draftmill.extract.keep import Keeper, Taps
+from draftmill.store import state_names
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as Worker
@@ -36,7 +37,7 @@ class ExtractionWorker(Worker):  # type: ignore[misc]
         layers = locate.decoder_layers(self.model_runner.get_model(), count)
         buffer = torch.empty(budget, width, dtype=config.model_config.dtype, device=self.model_runner.device)
         taps = Taps(layers, ids, buffer)
-        self.keeper = Keeper(taps, [*(f"hidden_states.{k}" for k in ids), "last_hidden_state"], budget, width)
+        self.keeper = Keeper(taps, state_names(ids), budget, width)
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """As vLLM's; then hands the step's rows on."""
