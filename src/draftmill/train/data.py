@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from draftmill.errors import LayerError, StoreError
 from draftmill.layers import SERVED_LAYERS, LayerContract
@@ -15,6 +16,8 @@ from draftmill.train.vocabulary import Counts
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    import torch
 
     from draftmill.recipe import Recipe
     from draftmill.target import TargetIdentity
@@ -33,7 +36,7 @@ class Samples:
     def contract(self) -> LayerContract:
         return self.store.manifest.layers
 
-    @property
+    @functools.cached_property
     def rows(self) -> list[int]:
         """For each sample, the rows that it takes in a pack: its tokens less the first."""
         return [length - 1 for length in self.store.lengths]
@@ -43,32 +46,47 @@ class Samples:
         """sha256 of the manifest, which names target, data, layers and stack: another store has another."""
         return hashlib.sha256((self.store.path / MANIFEST).read_bytes()).hexdigest()
 
-    def pack(self, indices: Sequence[int]) -> Pack:
-        """Reads samples into one pack, float32.
+    def pack(self, indices: Sequence[int], *, dtype: torch.dtype | None = None, pinned: bool = False) -> Pack:
+        """Reads samples into one pack on the CPU.
+
+        Args:
+            dtype: of the states; float32 when None.
+            pinned: whether a GPU is to copy from it.
 
         Raises:
-            StoreError: a sample cannot be read, or holds NaN or infinite states.
+            StoreError: a sample cannot be read.
         """
         import torch
 
-        samples = [self.store[index] for index in indices]
-        for index, sample in zip(indices, samples, strict=True):
-            states = [*sample.hidden_states.values(), sample.last_hidden_state]
-            if not all(bool(torch.isfinite(s).all()) for s in states):
-                raise StoreError(
-                    f"sample {index} of {self.store.path} holds NaN or infinite hidden states",
-                    cause="the target overflowed on it, or the shard was changed",
-                    next_step="delete that sample's shard and run `draftmill extract` again",
-                )
-        states = [
-            torch.cat([sample.hidden_states[layer][:-1] for layer in self.contract.ids], dim=-1) for sample in samples
-        ]
-        return Pack(
-            input_ids=torch.cat([sample.input_ids[1:] for sample in samples]),
-            hidden_states=torch.cat(states).float(),
-            last_hidden_state=torch.cat([sample.last_hidden_state[1:] for sample in samples]).float(),
-            loss_mask=torch.cat([sample.loss_mask[1:] for sample in samples]),
-            lengths=tuple(len(sample.input_ids) - 1 for sample in samples),
+        ids = self.contract.ids
+        lengths = tuple(self.rows[index] for index in indices)
+        rows, width = sum(lengths), self.store.manifest.target.hidden_size
+        dtype = dtype or torch.float32
+        pack = Pack(
+            input_ids=torch.empty(rows, dtype=torch.long, pin_memory=pinned),
+            hidden_states=torch.empty(rows, len(ids) * width, dtype=dtype, pin_memory=pinned),
+            last_hidden_state=torch.empty(rows, width, dtype=dtype, pin_memory=pinned),
+            loss_mask=torch.empty(rows, dtype=torch.bool, pin_memory=pinned),
+            lengths=lengths,
+        )
+        end = 0
+        for index, length in zip(indices, lengths, strict=True):
+            sample = self.store[index]
+            part = slice(end, end := end + length)
+            pack.input_ids[part] = sample.input_ids[1:]
+            pack.loss_mask[part] = sample.loss_mask[1:]
+            pack.last_hidden_state[part] = sample.last_hidden_state[1:]
+            for number, layer in enumerate(ids):
+                pack.hidden_states[part, number * width : (number + 1) * width] = sample.hidden_states[layer][:-1]
+        return pack
+
+    def refuse(self, indices: Sequence[int]) -> NoReturn:
+        """Raises the StoreError that names the first of these samples with a state that is NaN or infinite."""
+        index = next(i for i in indices if not self.pack([i]).finite())
+        raise StoreError(
+            f"sample {index} of {self.store.path} holds NaN or infinite hidden states",
+            cause="the target overflowed on it, or the shard was changed",
+            next_step="delete that sample's shard and run `draftmill extract` again",
         )
 
 

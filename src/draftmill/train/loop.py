@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from draftmill.errors import Interrupted, TrainingError
-from draftmill.train import checkpoint, loss, noise, order, schedule, ttt
+from draftmill.train import checkpoint, loss, noise, order, schedule
+from draftmill.train.feed import Batch, batches
 from draftmill.train.record import Record
 from draftmill.train.signals import StopRequest
 
@@ -45,6 +47,10 @@ class Run:
 
         self.model.to(self.device)
         self.trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        if self.device.type == "cuda":
+            for name, parameter in self.model.named_parameters():
+                if name not in self.trained:  # the target's own, which were bfloat16 before they were read
+                    parameter.data = parameter.data.to(torch.bfloat16)
         # Decay pulls matrices towards zero; a norm's scale is meant to be near one.
         groups = [
             {"params": [p for p in self.trained.values() if p.ndim > 1], "weight_decay": self.settings.weight_decay},
@@ -99,15 +105,15 @@ def run(state: Run) -> None:
         seed=state.recipe.run.seed,
         start=state.position,
     )
+    feed = batches(packs, state.train, steps=settings.ttt_steps, room=settings.pack_tokens, device=state.device)
     saved = state.step
     with (
+        contextlib.closing(feed),
         StopRequest() as stop,
         Record(folder.metrics_jsonl, folder.tensorboard, start=state.step, steps=settings.steps) as record,
     ):
         while state.step < settings.steps and not stop.name:
-            samples, after = next(packs)
-            line = _step(state, samples)
-            state.position = after
+            line = step(state, feed)
             if state.held_out and (state.step % settings.validate_steps == 0 or state.step == settings.steps):
                 state.last_validation = validate(state, state.held_out)
                 line |= state.last_validation
@@ -124,7 +130,13 @@ def run(state: Run) -> None:
         )
 
 
-def _step(state: Run, samples: tuple[int, ...]) -> dict[str, Any]:
+def step(state: Run, feed: Iterator[Batch[order.Position]]) -> dict[str, Any]:
+    """Trains on the next pack and gives what metrics.jsonl says of it.
+
+    Raises:
+        StoreError: a sample of the pack cannot be read, or its states are not finite.
+        TrainingError: the loss or the gradient is not finite; the weights are as they were.
+    """
     import torch
 
     settings = state.settings
@@ -133,11 +145,10 @@ def _step(state: Run, samples: tuple[int, ...]) -> dict[str, Any]:
     rate = settings.learning_rate * schedule.factor(state.step, settings)
     for group in state.optimiser.param_groups:
         group["lr"] = rate
-    pack = state.train.pack(samples)
+    batch = next(feed)
+    pack, rows = batch.pack, batch.rows
     if state.spread is not None:
         pack = noise.blurred(pack, state.spread, settings.noise)
-    pack = pack.to(state.device)
-    rows = ttt.plan(pack, settings.ttt_steps)
     state.model.train()
     with _precision(state.device):
         outcome = loss.of_pack(state.model, pack, rows, steps=settings.ttt_steps, decay=settings.ttt_step_loss_decay)
@@ -147,11 +158,12 @@ def _step(state: Run, samples: tuple[int, ...]) -> dict[str, Any]:
     value, size = outcome.loss.item(), norm.item()
     if not (math.isfinite(value) and math.isfinite(size)):
         raise TrainingError(
-            f"step {state.step}: the loss is {value} and the gradient's norm {size}; samples {list(samples)}",
+            f"step {state.step}: the loss is {value} and the gradient's norm {size}; samples {list(batch.indices)}",
             cause="the learning rate is too high, or those samples are unlike the rest",
             next_step="lower train.learning_rate under another run name; the checkpoints before this step are kept",
         )
     state.optimiser.step()
+    state.position = batch.tag
     elapsed = time.monotonic() - started
     state.seconds += elapsed
     tokens = len(pack.input_ids)
@@ -185,9 +197,9 @@ def validate(state: Run, samples: Samples) -> dict[str, Any]:
     gained = verifications = 0
     state.model.eval()
     with torch.no_grad(), _precision(state.device):
-        for indices in order.packs(samples.usable, samples.rows, settings.pack_tokens):
-            pack = samples.pack(indices).to(state.device)
-            rows = ttt.plan(pack, steps)
+        packs = ((indices, None) for indices in order.packs(samples.usable, samples.rows, settings.pack_tokens))
+        for batch in batches(packs, samples, steps=steps, room=settings.pack_tokens, device=state.device):
+            pack, rows = batch.pack, batch.rows
             assert state.head is not None
             truth = loss.target_choice(state.head, pack, rows)
             outcome = loss.of_pack(state.model, pack, rows, steps=steps, decay=1.0, truth=truth)
@@ -196,7 +208,7 @@ def validate(state: Run, samples: Samples) -> dict[str, Any]:
                 weight[k] += len(rows.starts[k])
             right += outcome.accepted.sum(1).cpu()
             possible += outcome.eligible.sum(1).cpu()
-            tokens, times = loss.acceptance_walk(outcome.accepted.cpu(), outcome.eligible.cpu(), rows)
+            tokens, times = loss.acceptance_walk(outcome.accepted.cpu(), outcome.eligible.cpu(), batch.host_rows)
             gained, verifications = gained + tokens, verifications + times
     decay = torch.tensor([settings.ttt_step_loss_decay**k for k in range(settings.ttt_steps)], dtype=torch.float64)
     return {

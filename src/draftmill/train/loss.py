@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -41,21 +42,18 @@ def of_pack(
     import torch
 
     with torch.no_grad():
-        logits = model.verifier_lm_head(pack.last_hidden_state[rows.supervised]).float()
-        log_p = logits.log_softmax(-1)
-        probabilities = log_p.exp()
-        negative_entropy = (probabilities * log_p).sum(-1)
+        logits = model.verifier_lm_head(pack.last_hidden_state[rows.supervised])
         best = logits.argmax(-1)
         wanted = best + model.d2t[best] if truth is None else truth
+    divergence = _divergence(compiled=logits.is_cuda)
     total = torch.zeros((), device=logits.device)
     step_losses: list[Tensor] = []
     accepted = torch.zeros(steps, len(rows.active), dtype=torch.bool, device=logits.device)
     eligible = torch.zeros_like(accepted)
     for k, hidden in enumerate(ttt.unroll(model, pack, rows, steps)):
         starts, targets = rows.starts[k], rows.targets[k]
-        draft = model.lm_head(hidden[starts]).float()
-        cross = draft.logsumexp(-1) - (probabilities[targets] * draft).sum(-1)
-        loss = (negative_entropy[targets] + cross).sum() / max(len(starts), 1)
+        draft = model.lm_head(hidden[starts])
+        loss = divergence(draft, logits, targets) / max(len(starts), 1)
         total = total + decay**k * loss
         step_losses.append(loss.detach())
         with torch.no_grad():
@@ -64,6 +62,27 @@ def of_pack(
             accepted[k, starts] = right if k == 0 else right & accepted[k - 1, starts]
             eligible[k, starts] = True if k == 0 else eligible[k - 1, starts]
     return Outcome(loss=total, step_losses=step_losses, accepted=accepted & eligible, eligible=eligible)
+
+
+@functools.cache
+def _divergence(*, compiled: bool) -> Any:
+    """`divergence`; on a GPU as one kernel, since in float32 each of its parts would be a copy of all the logits."""
+    import torch
+
+    return torch.compile(divergence, dynamic=True) if compiled else divergence
+
+
+def divergence(draft: Tensor, target: Tensor, targets: Tensor) -> Tensor:
+    """The sum of KL(target, draft), float32.
+
+    Args:
+        draft: logits [S, V].
+        target: logits [U, V].
+        targets: int64 [S], the row of `target` that each row of `draft` is to be like.
+    """
+    log_q = draft.float().log_softmax(-1)
+    log_p = target[targets].float().log_softmax(-1)
+    return (log_p.exp() * (log_p - log_q)).sum()
 
 
 def acceptance_walk(accepted: Tensor, eligible: Tensor, rows: ttt.Plan) -> tuple[int, int]:
@@ -78,7 +97,7 @@ def acceptance_walk(accepted: Tensor, eligible: Tensor, rows: ttt.Plan) -> tuple
     right = accepted.sum(0).tolist()
     possible = eligible.sum(0).tolist()
     tokens = verifications = 0
-    for document in rows.active_rows:
+    for document in rows.active_rows.documents:
         places = range(document.queries.start, document.queries.stop)
         row_of = (rows.active[document.queries] - document.rows.start).tolist()
         at = {row: place for row, place in zip(row_of, places, strict=True) if possible[place]}

@@ -16,13 +16,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from draftmill.train.attention import Queries, attend, queries_of
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     import torch
     from torch import Tensor
 
-    KeysValues = tuple[Tensor, Tensor]
+    from draftmill.train.attention import KeysValues
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,72 +46,69 @@ class Pack:
             lengths=self.lengths,
         )
 
+    def finite(self) -> bool:
+        """Whether no state is NaN or infinite."""
+        states = (self.hidden_states, self.last_hidden_state)
+        return all(bool(part.isfinite().all()) for part in states)
 
-@dataclass(frozen=True, kw_only=True)
-class Document:
-    """One sample's part of a pack: its rows, and which of the queries are its own."""
-
-    rows: slice
-    queries: slice
-    mask: Tensor  # bool [queries, rows]: the row is not after the query
+    def used_by(self, stream: Any) -> None:
+        """Keeps the tensors' memory until what `stream` has been given by then is done, whichever stream made them."""
+        for tensor in (self.input_ids, self.hidden_states, self.last_hidden_state, self.loss_mask):
+            tensor.record_stream(stream)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """Which rows a loss reads. Row numbers are in the pack; places are in `active` and `supervised`."""
 
-    active: Tensor  # int64 [A]: rows from which at least one step is supervised
     supervised: Tensor  # int64 [U]: rows whose y is a target
     starts: list[Tensor]  # per step, int64 [S_k]: places in `active` of the supervised starts
     targets: list[Tensor]  # per step, int64 [S_k]: places in `supervised` of their targets
-    every_row: list[Document]  # queries are all rows
-    active_rows: list[Document]  # queries are the active rows
+    every_row: Queries
+    active_rows: Queries
+
+    @property
+    def active(self) -> Tensor:
+        """int64 [A]: rows from which at least one step is supervised."""
+        return self.active_rows.rows
+
+    def to(self, device: torch.device, room: int) -> Plan:
+        """On a device, where packs have up to `room` rows."""
+        return Plan(
+            supervised=self.supervised.to(device, non_blocking=True),
+            starts=[s.to(device, non_blocking=True) for s in self.starts],
+            targets=[t.to(device, non_blocking=True) for t in self.targets],
+            every_row=self.every_row.to(device, room),
+            active_rows=self.active_rows.to(device, room),
+        )
 
 
 def plan(pack: Pack, steps: int) -> Plan:
-    """Finds the rows that a loss over `steps` steps reads: in step k from row i, target i + k of the same sample."""
+    """Finds the rows that a loss over `steps` steps reads: in step k from row i, target i + k of the same sample.
+
+    The pack has to be on the CPU, where what it looks for costs no wait for a GPU.
+    """
     import torch
 
     mask = pack.loss_mask
     count = mask.shape[0]
-    rows = torch.arange(count, device=mask.device)
-    lengths = torch.tensor(pack.lengths, device=mask.device)
-    document = torch.repeat_interleave(torch.arange(len(pack.lengths), device=mask.device), lengths)
-    reads = torch.zeros(steps, count, dtype=torch.bool, device=mask.device)
+    rows = torch.arange(count)
+    document = torch.repeat_interleave(torch.arange(len(pack.lengths)), torch.tensor(pack.lengths))
+    reads = torch.zeros(steps, count, dtype=torch.bool)
     for k in range(min(steps, count)):
         reads[k, : count - k] = mask[k:] & (document[k:] == document[: count - k])
     active = reads.any(0).nonzero().squeeze(1)
     supervised = mask.nonzero().squeeze(1)
-    place_active = torch.zeros(count, dtype=torch.long, device=mask.device).scatter_(0, active, rows[: len(active)])
-    place_target = torch.zeros(count, dtype=torch.long, device=mask.device).scatter_(
-        0, supervised, rows[: len(supervised)]
-    )
+    place_active = torch.zeros(count, dtype=torch.long).scatter_(0, active, rows[: len(active)])
+    place_target = torch.zeros(count, dtype=torch.long).scatter_(0, supervised, rows[: len(supervised)])
     starts = [reads[k].nonzero().squeeze(1) for k in range(steps)]
     return Plan(
-        active=active,
         supervised=supervised,
         starts=[place_active[s] for s in starts],
         targets=[place_target[s + k] for k, s in enumerate(starts)],
-        every_row=_documents(rows, pack.lengths),
-        active_rows=_documents(active, pack.lengths),
+        every_row=queries_of(rows, pack.lengths),
+        active_rows=queries_of(active, pack.lengths),
     )
-
-
-def _documents(queries: Tensor, lengths: Sequence[int]) -> list[Document]:
-    import torch
-
-    found = []
-    end = 0
-    for length in lengths:
-        begin, end = end, end + length
-        bounds = torch.tensor([begin, end], device=queries.device)
-        first, last = torch.searchsorted(queries, bounds).tolist()
-        if first == last:
-            continue
-        rows = torch.arange(begin, end, device=queries.device)
-        mask = rows[None, :] <= queries[first:last, None]
-        found.append(Document(rows=slice(begin, end), queries=slice(first, last), mask=mask))
-    return found
 
 
 def unroll(model: Any, pack: Pack, rows: Plan, steps: int) -> Iterator[Tensor]:
@@ -133,7 +132,7 @@ def unroll(model: Any, pack: Pack, rows: Plan, steps: int) -> Iterator[Tensor]:
             last = number == len(model.layers) - 1
             # In the first step every row has keys that others attend to; queries are needed where a loss reads them.
             chosen = at if k == 0 and last else None
-            documents = rows.every_row if k == 0 and not last else rows.active_rows
+            queries = rows.every_row if k == 0 and not last else rows.active_rows
             inputs, residual = _normed(layer, number, embeds, hidden)
             keys_values = _keys_values(layer.self_attn, inputs, rotary)
             if k == 0:
@@ -143,11 +142,11 @@ def unroll(model: Any, pack: Pack, rows: Plan, steps: int) -> Iterator[Tensor]:
                 later[number].append(keys_values)
                 own = later[number]
             query = _queries(layer.self_attn, inputs, rotary, chosen)
-            attended = _attend(query, first[number], own, documents, layer.self_attn.scaling)
+            attended = attend(query, first[number], own, queries, layer.self_attn.scaling)
             residual = residual if chosen is None else residual[chosen]
             hidden = residual + layer.self_attn.o_proj(attended)
-            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-        yield model.norm(hidden)
+            hidden = hidden + layer.mlp(_norm(layer.post_attention_layernorm, hidden))
+        yield _norm(model.norm, hidden)
 
 
 def positions_of(pack: Pack) -> Tensor:
@@ -165,10 +164,17 @@ def _normed(layer: Any, number: int, embeds: Tensor, hidden: Tensor) -> tuple[Te
     import torch
 
     if number > 0:
-        return layer.input_layernorm(hidden), hidden
-    normed = layer.hidden_norm(hidden)
+        return _norm(layer.input_layernorm, hidden), hidden
+    normed = _norm(layer.hidden_norm, hidden)
     residual = normed if layer.norm_before_residual else hidden
-    return torch.cat([layer.input_layernorm(embeds), normed], dim=-1), residual
+    return torch.cat([_norm(layer.input_layernorm, embeds.to(hidden.dtype)), normed], dim=-1), residual
+
+
+def _norm(norm: Any, x: Tensor) -> Tensor:
+    """A `LlamaRMSNorm` as one kernel, in x's dtype; the mean is float32 whatever that is."""
+    import torch
+
+    return torch.nn.functional.rms_norm(x, norm.weight.shape, norm.weight.to(x.dtype), norm.variance_epsilon)
 
 
 def _keys_values(attention: Any, inputs: Tensor, rotary: tuple[Tensor, Tensor]) -> KeysValues:
@@ -191,39 +197,3 @@ def _rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     cos, sin = (part[0, :, None].to(x.dtype) for part in rotary)
     half = x.shape[-1] // 2
     return x * cos + torch.cat([-x[..., half:], x[..., :half]], dim=-1) * sin
-
-
-def _attend(
-    query: Tensor, first: KeysValues, own: list[KeysValues], documents: list[Document], scaling: float
-) -> Tensor:
-    """Attention of each query to the first step's keys of its sample up to itself, and to its own row's later keys.
-
-    Args:
-        query: [Q, heads, head dim].
-        first: keys and values of every row, [R, KV heads, head dim].
-        own: those of the later steps, a row a query, [Q, KV heads, head dim] each.
-
-    Returns:
-        [Q, heads * head dim].
-    """
-    import torch
-
-    count, heads, size = query.shape
-    shared = first[0].shape[1]
-    query = query.view(count, shared, heads // shared, size) * scaling
-    diagonal = [(query * key[:, :, None]).sum(-1, keepdim=True) for key, _ in own]
-    pieces = []
-    for document in documents:
-        part = query[document.queries].transpose(0, 1)  # [KV heads, queries, group, head dim]
-        keys, values = (x[document.rows].transpose(0, 1) for x in first)  # [KV heads, rows, head dim]
-        scores = (part.flatten(1, 2) @ keys.transpose(1, 2)).view(*part.shape[:3], -1)
-        scores = scores.masked_fill(~document.mask[None, :, None], -torch.inf)
-        extra = [x[document.queries].transpose(0, 1) for x in diagonal]
-        weights = torch.cat([scores, *extra], dim=-1).softmax(-1, dtype=torch.float32).to(values.dtype)
-        length = keys.shape[1]
-        mixed = (weights[..., :length].flatten(1, 2) @ values).view(part.shape)
-        for j, (_, value) in enumerate(own):
-            mine = value[document.queries].transpose(0, 1)[:, :, None]
-            mixed = mixed + weights[..., length + j, None] * mine
-        pieces.append(mixed.transpose(0, 1).flatten(1))
-    return torch.cat(pieces)
