@@ -117,8 +117,8 @@ def recipe(at: argparse.Namespace, steps: int) -> Recipe:
 
 def ours(at: argparse.Namespace) -> dict[str, Any]:
     """One epoch of `draftmill.train`, as its metrics tell it."""
-    from draftmill.train import data, order, train
     from draftmill.target import identify
+    from draftmill.train import data, order, train
 
     whole = recipe(at, 1)
     samples = data.open_train(whole, identify(whole.target_folder))
@@ -254,7 +254,10 @@ def run(way: str, at: argparse.Namespace) -> None:
 
 
 def table(out: Path) -> str:
-    rows = ["| way | tokens/s | supervised tokens/s | slowest step, s | first steps, s | peak, GB |", "|---|---|---|---|---|---|"]
+    rows = [
+        "| way | tokens/s | supervised tokens/s | slowest step, s | first steps, s | peak, GB |",
+        "|---|---|---|---|---|---|",
+    ]
     for way in WAYS:
         if (out / f"{way}.json").exists():
             f = json.loads((out / f"{way}.json").read_text(encoding="utf-8"))

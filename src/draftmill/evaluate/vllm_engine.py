@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from draftmill.compute import has_cuda
+from draftmill.compute import has_cuda, set_up_vllm
 from draftmill.errors import StackError
 from draftmill.evaluate.results import Counts, Decoded
 
@@ -123,6 +123,7 @@ class VllmEngine:
         if self.drafting == drafting:
             return self.llm
         self.close()
+        set_up_vllm(self.settings.tensor_parallel)
         from vllm import LLM, SamplingParams
 
         s = self.settings
