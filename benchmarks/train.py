@@ -1,6 +1,6 @@
 """The trainer's rate and memory against those of speculators 0.3.0's, on the same samples in one run.
 
-    python benchmarks/train.py --prepared train.jsonl --speculators TREE --out /tmp/bench      (./just bench-train)
+    python benchmarks/train.py --prepared train.jsonl --speculators TREE --out /tmp/bench
 
 Each way runs in a process of its own: draftmill's `train`, from its store; its step alone, on packs that are on the
 device already; and the trainer of a tree of speculators 0.3.0 with its own loader, from files of its own format. The
