@@ -59,7 +59,7 @@ def train(recipe: Recipe) -> None:
         head=draft.target_head(recipe).to(device) if held_out else None,
         identity=identity,
         device=device,
-        spread=noise.spread(samples) if recipe.train.noise else None,
+        spread=noise.spread(samples).to(device) if recipe.train.noise else None,
     )
     if state.restore():
         _say(f"going on after step {state.step}")

@@ -36,5 +36,5 @@ def blurred(pack: Pack, spread: Tensor, amount: float) -> Pack:
     """The pack with uniform noise of at most `amount` times `spread` on what the draft reads; its targets stay."""
     import torch
 
-    noise = (2.0 * torch.rand_like(pack.hidden_states) - 1.0) * spread
+    noise = (2.0 * torch.rand_like(pack.hidden_states, dtype=spread.dtype) - 1.0) * spread
     return replace(pack, hidden_states=pack.hidden_states + amount * noise)
