@@ -399,7 +399,7 @@ def test_a_fresh_draft_looks_at_itself_first(make: Callable[..., Recipe]) -> Non
     pack = opened.pack([max(opened.usable, key=lambda i: opened.store.lengths[i])])
     hidden = model.fc(pack.hidden_states)
     inputs, _ = ttt._normed(model.layers[0], 0, model.embed_tokens(pack.input_ids), hidden)
-    rotary = model.rotary_emb(hidden, ttt.positions_of(pack)[None])
+    rotary = model.rotary_emb(hidden, ttt.plan(pack, 1).every_row.positions[None])
     attention = model.layers[0].self_attn
     query = ttt._queries(attention, inputs, rotary, None)
     key, _ = ttt._keys_values(attention, inputs, rotary)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from draftmill.errors import DiskError, StoreError, TrainingError
 from draftmill.files import whole_folder
 from draftmill.recipe import Train
-from draftmill.train import checkpoint, loss, order, record, schedule, ttt, vocabulary
+from draftmill.train import attention, checkpoint, loss, order, record, schedule, ttt, vocabulary
 
 lengths = st.lists(st.integers(1, 50), min_size=1, max_size=40)
 
@@ -239,6 +239,38 @@ def test_the_plan_reads_what_is_supervised_and_never_the_neighbour() -> None:
 def test_a_plan_of_a_sample_shorter_than_the_steps(mask: list[int]) -> None:
     rows = ttt.plan(pack((1, 1, 1), mask), 3)
     assert [len(s) for s in rows.starts] == [sum(mask), 0, 0]
+
+
+@pytest.mark.parametrize(("heads", "shared"), [(4, 2), (2, 2)])
+@pytest.mark.parametrize("rows_of", [(300,), (1, 128, 127, 60), (70, 5, 200, 40)])
+@pytest.mark.parametrize("every", [1, 3, 40])
+def test_both_ways_of_attention_give_the_same_numbers_and_gradients(
+    heads: int, shared: int, rows_of: tuple[int, ...], every: int
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    count = sum(rows_of)
+    asked = attention.queries_of(torch.arange(0, count, every), rows_of).to(torch.device("cpu"), 500)
+    shapes = ((len(asked.rows), heads, 16), (count, shared, 16), (count, shared, 16))
+    query, key, value = (torch.randn(*shape, generator=generator).requires_grad_() for shape in shapes)
+    found = []
+    for way in (attention.by_document, attention.by_block):
+        mixed, total = way(query, (key, value), asked, 0.3)
+        # Both results count, each differently, so that both gradients are compared.
+        ((mixed * torch.arange(16)).sum() + (total**2).sum()).backward()  # type: ignore[no-untyped-call]
+        found.append([mixed, total, *(x.grad.clone() for x in (query, key, value) if x.grad is not None)])
+        query.grad = key.grad = value.grad = None
+    for ours, theirs in zip(*found, strict=True):
+        assert len(found[0]) == 5
+        assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_a_block_of_the_mask_is_skipped_where_no_query_reads_it() -> None:
+    # Samples of 200 and 150 rows; blocks of 128 rows and room for five of them.
+    asked = attention.queries_of(torch.arange(350), (200, 150)).to(torch.device("cpu"), 600)
+    dense = asked.blocks.to_dense()[0, 0]
+    assert dense.tolist() == [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 1, 1, 0, 0], [0] * 5, [0] * 5]
+    long = attention.queries_of(torch.arange(384), (384,)).to(torch.device("cpu"), 384)
+    assert long.blocks.full_kv_num_blocks.tolist() == [[[0, 1, 2]]]  # those below the diagonal need no mask
 
 
 def test_the_walk_counts_what_greedy_decoding_would() -> None:

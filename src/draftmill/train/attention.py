@@ -38,13 +38,26 @@ class Queries:
     rows: Tensor  # int64 [Q]
     starts: Tensor  # int64 [Q]: the first row of the query's sample
     documents: list[Document]
-    blocks: Any = None  # a BlockMask, made on the device for `by_block`
+    room: int = 0  # rows that a pack may hold, which `by_block` wants to know
+
+    @property
+    def positions(self) -> Tensor:
+        """int64 [Q]: each query's place in its own sample, from 0, as serving numbers the target's positions."""
+        return self.rows - self.starts
+
+    @functools.cached_property
+    def blocks(self) -> Any:
+        """The `BlockMask` for `by_block`, made when first asked for: one layer never asks for every row's."""
+        return blocks_of(self.rows, self.starts, self.room)
 
     def to(self, device: torch.device, room: int) -> Queries:
-        """On a device; with the blocks that `by_block` wants, for packs of up to `room` rows, where that runs."""
-        rows, starts = self.rows.to(device, non_blocking=True), self.starts.to(device, non_blocking=True)
-        blocks = blocks_of(rows, starts, room) if device.type == "cuda" and len(rows) else None
-        return Queries(rows=rows, starts=starts, documents=self.documents, blocks=blocks)
+        """On a device, where packs have up to `room` rows."""
+        return Queries(
+            rows=self.rows.to(device, non_blocking=True),
+            starts=self.starts.to(device, non_blocking=True),
+            documents=self.documents,
+            room=room,
+        )
 
 
 def queries_of(rows: Tensor, lengths: Sequence[int]) -> Queries:
@@ -76,10 +89,8 @@ def attend(query: Tensor, first: KeysValues, own: list[KeysValues], queries: Que
     """
     import torch
 
-    if queries.blocks is None or query.shape[-1] < _SMALLEST_HEAD:
-        mixed, total = by_document(query, first, queries, scaling)
-    else:
-        mixed, total = by_block(query, first, queries, scaling)
+    way = by_block if query.is_cuda and query.shape[-1] >= _SMALLEST_HEAD else by_document
+    mixed, total = way(query, first, queries, scaling)
     if own:
         # The softmax over both is each part's own, weighted by its share of the sum of exponentials.
         groups = query.shape[1] // first[0].shape[1]

@@ -93,10 +93,10 @@ def plan(pack: Pack, steps: int) -> Plan:
     mask = pack.loss_mask
     count = mask.shape[0]
     rows = torch.arange(count)
-    document = torch.repeat_interleave(torch.arange(len(pack.lengths)), torch.tensor(pack.lengths))
+    every_row = queries_of(rows, pack.lengths)
     reads = torch.zeros(steps, count, dtype=torch.bool)
     for k in range(min(steps, count)):
-        reads[k, : count - k] = mask[k:] & (document[k:] == document[: count - k])
+        reads[k, : count - k] = mask[k:] & (every_row.starts[k:] == every_row.starts[: count - k])
     active = reads.any(0).nonzero().squeeze(1)
     supervised = mask.nonzero().squeeze(1)
     place_active = torch.zeros(count, dtype=torch.long).scatter_(0, active, rows[: len(active)])
@@ -106,7 +106,7 @@ def plan(pack: Pack, steps: int) -> Plan:
         supervised=supervised,
         starts=[place_active[s] for s in starts],
         targets=[place_target[s + k] for k, s in enumerate(starts)],
-        every_row=queries_of(rows, pack.lengths),
+        every_row=every_row,
         active_rows=queries_of(active, pack.lengths),
     )
 
@@ -119,7 +119,6 @@ def unroll(model: Any, pack: Pack, rows: Plan, steps: int) -> Iterator[Tensor]:
     """
     import torch
 
-    positions = positions_of(pack)
     hidden = model.fc(pack.hidden_states)
     first: list[KeysValues] = []
     later: list[list[KeysValues]] = [[] for _ in model.layers]
@@ -127,7 +126,8 @@ def unroll(model: Any, pack: Pack, rows: Plan, steps: int) -> Iterator[Tensor]:
     for k in range(steps):
         at = rows.active
         embeds = model.embed_tokens(pack.input_ids if k == 0 else tokens[at + k])
-        rotary = model.rotary_emb(hidden, (positions if k == 0 else positions[at] + k)[None])
+        positions = rows.every_row.positions if k == 0 else rows.active_rows.positions + k
+        rotary = model.rotary_emb(hidden, positions[None])
         for number, layer in enumerate(model.layers):
             last = number == len(model.layers) - 1
             # In the first step every row has keys that others attend to; queries are needed where a loss reads them.
@@ -147,14 +147,6 @@ def unroll(model: Any, pack: Pack, rows: Plan, steps: int) -> Iterator[Tensor]:
             hidden = residual + layer.self_attn.o_proj(attended)
             hidden = hidden + layer.mlp(_norm(layer.post_attention_layernorm, hidden))
         yield _norm(model.norm, hidden)
-
-
-def positions_of(pack: Pack) -> Tensor:
-    """int64 [R]: each row's place in its own sample, from 0, as serving numbers the target's positions."""
-    import torch
-
-    device = pack.input_ids.device
-    return torch.cat([torch.arange(length, device=device) for length in pack.lengths])
 
 
 def _normed(layer: Any, number: int, embeds: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
