@@ -200,6 +200,7 @@ def speculators(at: argparse.Namespace) -> dict[str, Any]:
     chosen = vocabulary.choose(samples.counts, at.vocabulary, draft.end_tokens(of, config))
     t2d, d2t = chosen.mappings()
     settings = draft.draft_config(of, config, LayerContract.of([2, 16, 29], 32), at.vocabulary)
+    settings.transformer_layer_config._attn_implementation = "simple_flex_attention"
     model = Eagle3DraftModel(config=settings, t2d=t2d, d2t=d2t).to(torch.bfloat16)
     files = [str(at.out / "files" / f"data_{index}.pt") for index in samples.usable]
     dataset = Eagle3SampleFileDataset(
