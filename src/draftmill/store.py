@@ -162,19 +162,26 @@ class Store:
         """Maps sample `index`.
 
         Raises:
-            StoreError: its shard cannot be read, or lacks it.
+            StoreError: its shard cannot be read, lacks it, or holds it with another length than the manifest says.
         """
         if not 0 <= index < len(self):
             raise IndexError(index)
         number = index // self.manifest.shard_samples
         try:
-            return self._sample(self._open(number), index)
+            sample = self._sample(self._open(number), index)
         except (_safetensors_error(), OSError) as error:
-            raise StoreError(
-                f"sample {index} of {self.path} cannot be read: {error}",
-                cause=f"{self.shard(number).name} is damaged",
-                next_step="run `draftmill extract` again: it finds and repairs what is damaged",
-            ) from error
+            raise self._damaged(index, str(error)) from error
+        if len(sample.input_ids) != self.lengths[index]:
+            found = len(sample.input_ids)
+            raise self._damaged(index, f"it has {found} tokens, the manifest says {self.lengths[index]}")
+        return sample
+
+    def _damaged(self, index: int, why: str) -> StoreError:
+        return StoreError(
+            f"sample {index} of {self.path} cannot be read: {why}",
+            cause=f"{self.shard(index // self.manifest.shard_samples).name} is damaged",
+            next_step="run `draftmill extract` again: it finds and repairs what is damaged",
+        )
 
     def shard(self, number: int) -> Path:
         return self.path / f"shard-{number:05d}.safetensors"

@@ -145,6 +145,15 @@ def test_a_damaged_sample_is_named_when_it_is_read(tmp_path: Path) -> None:
         Store.open(tmp_path / "s")[2]
 
 
+def test_a_sample_of_another_length_than_the_manifests_is_named_when_it_is_read(tmp_path: Path) -> None:
+    of = manifest()
+    fill(tmp_path / "s", of)
+    other = fill(tmp_path / "other", manifest(lengths=(3, 2, 5, 2, 4)))
+    other.shard(0).replace(tmp_path / "s" / other.shard(0).name)
+    with pytest.raises(StoreError, match=r"sample 1 .* it has 2 tokens, the manifest says 1"):
+        Store.open(tmp_path / "s")[1]
+
+
 def test_an_unfinished_store_opens_only_when_asked(tmp_path: Path) -> None:
     of = manifest()
     writer = StoreWriter(tmp_path / "s", of)
