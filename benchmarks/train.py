@@ -182,13 +182,7 @@ def resident(at: argparse.Namespace) -> dict[str, Any]:
 
 def speculators(at: argparse.Namespace) -> dict[str, Any]:
     """One epoch of speculators 0.3.0's trainer, with the loader that its own script makes."""
-    import torch
-    from speculators.models.eagle3 import Eagle3DraftModel
-    from speculators.train import trainer as library
-    from speculators.train.data import Eagle3SampleFileDataset, create_collate_fn
-    from speculators.train.distributed_batch_sampler import MultipackDistributedBatchSamplerV2
-    from speculators.train.noise_transforms import AddUniformNoise
-    from torch.utils.data import DataLoader
+    from library import begin
 
     from draftmill.layers import LayerContract
     from draftmill.target import identify
@@ -198,41 +192,9 @@ def speculators(at: argparse.Namespace) -> dict[str, Any]:
     samples = data.open_train(of, identify(of.target_folder))
     config = draft.target_config(of)
     chosen = vocabulary.choose(samples.counts, at.vocabulary, draft.end_tokens(of, config))
-    t2d, d2t = chosen.mappings()
     settings = draft.draft_config(of, config, LayerContract.of([2, 16, 29], 32), at.vocabulary)
-    settings.transformer_layer_config._attn_implementation = "simple_flex_attention"
-    model = Eagle3DraftModel(config=settings, t2d=t2d, d2t=d2t).to(torch.bfloat16)
-    files = [str(at.out / "files" / f"data_{index}.pt") for index in samples.usable]
-    dataset = Eagle3SampleFileDataset(
-        max_len=at.pack, file_list=files, transform=AddUniformNoise(std=0.05, tensors=("hidden_states",)),
-        hidden_states_dtype=torch.bfloat16,
-    )  # fmt: skip
-    sampler = MultipackDistributedBatchSamplerV2(
-        batch_max_length=at.pack, lengths=dataset.approx_lengths, num_replicas=1, rank=0
-    )
-    loader = DataLoader(
-        dataset, batch_sampler=sampler, num_workers=12, prefetch_factor=4, pin_memory=True, persistent_workers=True,
-        collate_fn=create_collate_fn(at.pack),
-    )  # fmt: skip
-    taken: list[tuple[float, int, int]] = []
-
-    class Counted:
-        batch_sampler = sampler
-
-        def __len__(self) -> int:
-            return len(loader)
-
-        def __iter__(self) -> Any:
-            for batch in loader:
-                yield batch
-                torch.cuda.synchronize()
-                taken.append((time.monotonic(), int(batch["lengths"].sum()), int(batch["loss_mask"].sum())))
-
-    kwargs = {"ttt_steps": 3, "ttt_step_loss_decay": 1.0, "use_off_policy_tokens": False}
-    configured = library.TrainerConfig(
-        lr=1e-4, num_epochs=1, save_path=str(at.out / "saved"), train_call_kwargs=kwargs, val_call_kwargs=kwargs
-    )
-    training = library.Trainer(model, configured, Counted())
+    files = [at.out / "files" / f"data_{index}.pt" for index in samples.usable]
+    training, taken = begin(settings, chosen, files, pack=at.pack, saved=at.out / "saved")
     begun = time.monotonic()
     training.train_epoch(0)
     rated = taken[WARM:]

@@ -107,6 +107,7 @@ class Train(_Section):
     learning_rate: float = Field(default=1e-3, gt=0.0)
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     warmup_steps: int = Field(default=50, ge=0)
+    loss: Literal["forward_kl", "cross_entropy", "total_variation", "acceptance"] = "forward_kl"
     clip_norm: float = Field(default=1.0, gt=0.0)
     weight_decay: float = Field(default=0.0, ge=0.0)
     ttt_steps: int = Field(default=3, ge=1)
@@ -121,21 +122,27 @@ class Train(_Section):
 
 
 class Prompts(_Section):
-    """A prompt set: HumanEval's JSONL (or .gz), MT-Bench's question.jsonl, or JSONL with `messages` or `prompt`."""
+    """A prompt set: HumanEval's JSONL (or .gz), MT-Bench's question.jsonl, JSONL with `messages` or `prompt`, or
+    samples as `prepare` writes them, of which what comes before the first answer is the prompt.
+    """
 
     name: Annotated[str, AfterValidator(_safe_name)]
-    format: Literal["humaneval", "mt_bench", "messages"]
+    format: Literal["humaneval", "mt_bench", "messages", "tokens"]
     path: str
     limit: int | None = Field(default=None, ge=1)
 
 
 class Evaluate(_Section):
-    """Acceptance length by greedy speculative decoding; engine "auto" is vLLM's where the platform has it."""
+    """Acceptance length by greedy speculative decoding; engine "auto" is vLLM's where the platform has it.
+
+    `concurrency`: numbers of requests in flight at which vLLM's tokens/s are measured, with the draft and without.
+    """
 
     prompts: list[Prompts] = Field(min_length=1)
     draft_tokens: int = Field(default=3, ge=1)
     max_new_tokens: int = Field(default=64, ge=1)
     batch: int = Field(default=16, ge=1)
+    concurrency: list[Annotated[int, Field(ge=1)]] = [1, 4, 16]
     engine: Literal["auto", "reference", "vllm"] = "auto"
 
 

@@ -1,10 +1,12 @@
 """Training's parts that need no model: order, vocabulary, schedule, checkpoints, the record."""
 
 import json
+import math
 import os
 import shutil
 from itertools import islice
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 from draftmill.errors import DiskError, StoreError, TrainingError
 from draftmill.files import whole_folder
 from draftmill.recipe import Train
-from draftmill.train import attention, checkpoint, loss, order, record, schedule, ttt, vocabulary
+from draftmill.train import attention, checkpoint, loss, objective, order, record, schedule, ttt, vocabulary
 
 lengths = st.lists(st.integers(1, 50), min_size=1, max_size=40)
 
@@ -273,12 +275,62 @@ def test_a_block_of_the_mask_is_skipped_where_no_query_reads_it() -> None:
     assert long.blocks.full_kv_num_blocks.tolist() == [[[0, 1, 2]]]  # those below the diagonal need no mask
 
 
+def reference_loss(kind: str, draft: list[float], target: list[float]) -> float:
+    """Of one row, in Python's own floats."""
+
+    def softmax(logits: list[float]) -> list[float]:
+        powers = [math.exp(x - max(logits)) for x in logits]
+        return [x / sum(powers) for x in powers]
+
+    q, p = softmax(draft), softmax(target)
+    overlap = sum(map(min, p, q))
+    return {
+        "forward_kl": sum(a * math.log(a / b) for a, b in zip(p, q, strict=True)),
+        "cross_entropy": -math.log(q[target.index(max(target))]),
+        "total_variation": 1 - overlap,
+        "acceptance": -math.log(overlap),
+    }[kind]
+
+
+LOSSES = ("forward_kl", "cross_entropy", "total_variation", "acceptance")
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_losss_value_and_gradient_are_those_in_double_precision(kind: str, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    draft = (3 * torch.randn(5, 17, generator=generator)).to(dtype)
+    target = (3 * torch.randn(4, 17, generator=generator)).to(dtype)
+    rows = torch.tensor([0, 2, 2, 3, 1])
+    logits = draft.float().requires_grad_()
+    value = objective.summed(kind, compiled=False)(logits, target, rows)
+    value.backward()
+    exact = draft.double()
+
+    def at(row: int, column: int, by: float) -> float:
+        moved = exact[row].tolist()
+        moved[column] += by
+        return reference_loss(kind, moved, target[rows[row]].double().tolist())
+
+    assert value.dtype == torch.float32
+    assert value.item() == pytest.approx(sum(at(row, 0, 0.0) for row in range(5)), rel=1e-5)
+    step = 1e-6
+    slopes = [[(at(i, j, step) - at(i, j, -step)) / (2 * step) for j in range(17)] for i in range(5)]
+    wanted = torch.tensor(slopes, dtype=torch.float64)
+    assert logits.grad is not None
+    assert float((logits.grad.double() - wanted).norm() / wanted.norm()) < 1e-3
+
+
+def test_the_recipe_names_every_loss() -> None:
+    assert get_args(Train.model_fields["loss"].annotation) == tuple(objective._LOSSES) == LOSSES
+
+
 def test_the_walk_counts_what_greedy_decoding_would() -> None:
     rows = ttt.plan(pack((6,), [0, 1, 1, 1, 1, 1]), 3)
     assert rows.active.tolist() == [0, 1, 2, 3, 4, 5]
     eligible = torch.tensor([[0, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 0], [0, 1, 1, 1, 0, 0]], dtype=torch.bool)
     nothing = torch.zeros_like(eligible)
-    assert loss.acceptance_walk(nothing, eligible, rows) == (5, 5)
+    assert loss.acceptance_walk(nothing, eligible, rows) == (4, 4)  # row 5 is the answer's end: nobody guesses after it
     # From row 1 two guesses are right: three tokens are gained; from row 4 one more: the sample ends.
     right = nothing.clone()
     right[0, [1, 4]] = True

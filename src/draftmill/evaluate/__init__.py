@@ -22,7 +22,7 @@ from draftmill.evaluate import results, vllm_engine
 from draftmill.evaluate.draft import Draft, DraftConfig
 from draftmill.evaluate.prompts import Prompt
 from draftmill.evaluate.reference import ReferenceEngine
-from draftmill.evaluate.results import Decoded, Difference, Evaluation, SetResult
+from draftmill.evaluate.results import Decoded, Difference, Evaluation, Rate, SetResult
 from draftmill.evaluate.target import Target
 from draftmill.files import sha256, write_whole
 from draftmill.target import identify
@@ -45,6 +45,7 @@ class Engine(Protocol):
     @property
     def device(self) -> str: ...
     def decode(self, prompts: Sequence[Sequence[int]], tick: Callable[[int], None], *, drafting: bool) -> Decoded: ...
+    def rates(self, prompts: Sequence[Sequence[int]], *, drafting: bool) -> list[float]: ...
     def gap(self, token_ids: Sequence[int]) -> float: ...
     def close(self) -> None: ...
 
@@ -84,7 +85,7 @@ def evaluate(recipe: Recipe) -> None:
         return
     engine = _engine(recipe, inputs)
     try:
-        sets = measure(engine, inputs.sets, seed=recipe.run.seed)
+        sets = measure(engine, inputs.sets, concurrency=recipe.evaluate.concurrency, seed=recipe.run.seed)
         evaluation = Evaluation(
             fingerprint=fingerprint,
             engine=engine.name,
@@ -170,22 +171,34 @@ def digest(folder: Path) -> str:
     return found.hexdigest()
 
 
-def measure(engine: Engine, sets: dict[str, list[Prompt]], *, seed: int) -> list[SetResult]:
+def measure(engine: Engine, sets: dict[str, list[Prompt]], *, concurrency: Sequence[int], seed: int) -> list[SetResult]:
     """Decodes every set with the draft, then without it, so that an engine changes over once, and compares."""
     from rich.console import Console
     from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
     columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     decoded: dict[tuple[str, bool], Decoded] = {}
+    rates: dict[tuple[str, bool], list[float]] = {}
     with Progress(*columns, console=Console(stderr=True)) as progress:
         for drafting in (True, False):
             for name, prompts in sets.items():
                 task = progress.add_task(f"{name}, {'with' if drafting else 'without'} draft", total=len(prompts))
                 tick = functools.partial(progress.advance, task)
-                decoded[name, drafting] = engine.decode([p.token_ids for p in prompts], tick, drafting=drafting)
+                token_ids = [p.token_ids for p in prompts]
+                decoded[name, drafting] = engine.decode(token_ids, tick, drafting=drafting)
+                rates[name, drafting] = engine.rates(token_ids, drafting=drafting)
     return [
-        compare(engine, name, prompts, decoded[name, True], decoded[name, False], seed=seed)
+        compare(engine, name, prompts, decoded[name, True], decoded[name, False], seed=seed).model_copy(
+            update={"rates": _rates(concurrency, rates[name, True], rates[name, False])}
+        )
         for name, prompts in sets.items()
+    ]
+
+
+def _rates(concurrency: Sequence[int], drafting: Sequence[float], plain: Sequence[float]) -> list[Rate]:
+    return [
+        Rate(concurrency=at_once, tokens_per_second=a, plain_tokens_per_second=b)
+        for at_once, a, b in zip(concurrency, drafting, plain, strict=False)  # the reference loop measures none
     ]
 
 
@@ -223,6 +236,7 @@ def compare(
         tokens_per_second=found.tokens / found.seconds,
         plain_seconds=expected.seconds,
         plain_tokens_per_second=expected.tokens / expected.seconds,
+        rates=[],
     )
 
 
@@ -242,6 +256,7 @@ def _engine(recipe: Recipe, inputs: Inputs) -> Engine:
             max_new_tokens=e.max_new_tokens,
             stop=inputs.stop,
             batch=e.batch,
+            concurrency=tuple(e.concurrency),
             max_model_len=longest + e.max_new_tokens + e.draft_tokens,
             tensor_parallel=recipe.extract.tensor_parallel,
             gpu_memory_utilization=recipe.extract.gpu_memory_utilization,
@@ -262,6 +277,11 @@ def _say(evaluation: Evaluation, end: str) -> None:
             f"{high:.2f}), {s.prompts} prompts, {evaluation.draft_tokens} draft tokens; {equal} equal to the target's "
             f"own; {rates} ({evaluation.engine} engine)\n"
         )
+        for r in s.rates:
+            sys.stdout.write(
+                f"{s.name}: {r.concurrency} at a time, {r.tokens_per_second:.0f} tokens/s with the draft, "
+                f"{r.plain_tokens_per_second:.0f} without ({r.tokens_per_second / r.plain_tokens_per_second:.2f})\n"
+            )
         if d := s.first_difference:
             sys.stdout.write(
                 f"{s.name}: the first difference is in prompt {d.prompt} at token {d.position}: {d.found} for "

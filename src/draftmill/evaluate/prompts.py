@@ -3,6 +3,7 @@ template.
 """
 
 import gzip
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 
 from draftmill.errors import DataError, TargetError
 from draftmill.recipe import Prompts, resolve
+from draftmill.tokens import read_samples
 
 GZIP_MAGIC = b"\x1f\x8b"
 ROLES = ("system", "user", "assistant")
@@ -38,7 +40,11 @@ def load(prompts: Prompts, tokenizer: Any, *, room: int) -> list[Prompt]:
         TargetError: the tokenizer has no chat template.
     """
     path = resolve(prompts.path)
-    read = [Prompt(id=key, token_ids=_encode(tokenizer, messages, path, key)) for key, messages in _rows(prompts, path)]
+    if prompts.format == "tokens":
+        read = _before_answers(prompts, path)
+    else:
+        rows = _rows(prompts, path)
+        read = [Prompt(id=key, token_ids=_encode(tokenizer, messages, path, key)) for key, messages in rows]
     if not read:
         raise DataError(f"{path} holds no prompt", next_step=f"check the path of the prompt set {prompts.name!r}")
     if overlong := [(p.id, len(p.token_ids)) for p in read if len(p.token_ids) > room]:
@@ -50,6 +56,17 @@ def load(prompts: Prompts, tokenizer: Any, *, room: int) -> list[Prompt]:
             next_step="take these prompts out, or lower [evaluate] max_new_tokens",
         )
     return read
+
+
+def _before_answers(prompts: Prompts, path: Path) -> list[Prompt]:
+    """Of each sample what comes before its first supervised token; of one that none precedes, nothing."""
+    starts = (
+        (sample.id, sample.input_ids[: sample.loss_mask.index(1)])
+        for sample in read_samples(path)
+        if 1 in sample.loss_mask
+    )
+    taken = itertools.islice(((key, ids) for key, ids in starts if ids), prompts.limit)
+    return [Prompt(id=key, token_ids=tuple(ids)) for key, ids in taken]
 
 
 def _rows(prompts: Prompts, path: Path) -> Iterator[tuple[str, list[Message]]]:

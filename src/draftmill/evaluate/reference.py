@@ -221,6 +221,11 @@ class ReferenceEngine:
             counts=[counts[i] for i in sorted(counts)],
         )
 
+    def rates(self, prompts: Sequence[Sequence[int]], *, drafting: bool) -> list[float]:
+        """None: what this loop takes says nothing about a server."""
+        del prompts, drafting
+        return []
+
     def gap(self, token_ids: Sequence[int]) -> float:
         return self.target.gap(token_ids)
 

@@ -81,6 +81,14 @@ class Difference(_Record):
     top2_gap: float | None
 
 
+class Rate(_Record):
+    """Output tokens a second with so many requests in flight, with the draft and by the target alone."""
+
+    concurrency: int
+    tokens_per_second: float
+    plain_tokens_per_second: float
+
+
 class SetResult(_Record):
     """One prompt set. `plain_*` is the target alone, by the engine's own decoding; rates are output tokens a second."""
 
@@ -99,6 +107,7 @@ class SetResult(_Record):
     tokens_per_second: float
     plain_seconds: float
     plain_tokens_per_second: float
+    rates: list[Rate]
 
 
 class Evaluation(_Record):

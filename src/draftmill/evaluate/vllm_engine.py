@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from draftmill.errors import StackError
 from draftmill.evaluate.results import Counts, Decoded
 
 PREFIX = "vllm:spec_decode_num_"
+_FEWEST = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +29,7 @@ class Settings:
     max_new_tokens: int
     stop: tuple[int, ...]
     batch: int
+    concurrency: tuple[int, ...]
     max_model_len: int
     tensor_parallel: int
     gpu_memory_utilization: float
@@ -65,8 +68,17 @@ class VllmEngine:
 
         return torch.cuda.get_device_name()
 
-    def decode(self, prompts: Sequence[Sequence[int]], tick: Callable[[int], None], *, drafting: bool) -> Decoded:
+    def decode(
+        self,
+        prompts: Sequence[Sequence[int]],
+        tick: Callable[[int], None],
+        *,
+        drafting: bool,
+        at_once: int | None = None,
+    ) -> Decoded:
         """Greedy outputs; with a draft, counts a prompt and vLLM's own counters for all of them.
+
+        At most `at_once` requests are in flight; None leaves it to vLLM.
 
         The engine is stepped by hand, since a request's tokens in one step are its accepted ones and one more: that
         gives counts a prompt, which vLLM's counters do not have. vLLM counts before it cuts an output at its end, so
@@ -85,12 +97,17 @@ class VllmEngine:
         )
         before = self._counters()
         steps: list[list[list[int]]] = [[] for _ in prompts]
+        waiting = list(enumerate(prompts))[::-1]
         started = time.perf_counter()
-        for index, prompt in enumerate(prompts):
-            engine.add_request(str(index), {"prompt_token_ids": list(prompt)}, params)
-        while engine.has_unfinished_requests():
+        in_flight = 0
+        while waiting or in_flight:
+            while waiting and in_flight < (at_once or len(prompts)):
+                index, prompt = waiting.pop()
+                engine.add_request(str(index), {"prompt_token_ids": list(prompt)}, params)
+                in_flight += 1
             for request in engine.step():
                 steps[int(request.request_id)].append(list(request.outputs[0].token_ids))
+                in_flight -= request.finished
                 tick(int(request.finished))
         seconds = time.perf_counter() - started
         outputs = [[token for step in answer for token in step] for answer in steps]
@@ -102,6 +119,18 @@ class VllmEngine:
         )
         counts = [count(answer, self.settings.draft_tokens) for answer in steps]
         return Decoded(outputs=outputs, seconds=seconds, counts=counts, totals=totals)
+
+    def rates(self, prompts: Sequence[Sequence[int]], *, drafting: bool) -> list[float]:
+        """Output tokens a second with each of `concurrency` requests in flight; vLLM may have the prompts in its cache.
+
+        On the first prompts, twice as many as are in flight and eight at least: at one request all of them would take
+        many times as long as everything else.
+        """
+        found = []
+        for at_once in self.settings.concurrency:
+            decoded = self.decode(_some(prompts, at_once), lambda _: None, drafting=drafting, at_once=at_once)
+            found.append(decoded.tokens / decoded.seconds)
+        return found
 
     def gap(self, token_ids: Sequence[int]) -> float:
         """The best logit less the second best, for the token after `token_ids`."""
@@ -133,7 +162,7 @@ class VllmEngine:
                 model=str(s.target),
                 dtype=s.dtype,
                 max_model_len=s.max_model_len,
-                max_num_seqs=s.batch,
+                max_num_seqs=max((s.batch, *s.concurrency)),
                 tensor_parallel_size=s.tensor_parallel,
                 gpu_memory_utilization=s.gpu_memory_utilization,
                 trust_remote_code=s.trust_remote_code,
@@ -159,6 +188,12 @@ class VllmEngine:
         if not found:
             return 0, []
         return int(found["drafts"].value), [int(v) for v in found["accepted_tokens_per_pos"].values]
+
+
+def _some(prompts: Sequence[Sequence[int]], at_once: int) -> list[Sequence[int]]:
+    """What a rate is measured on; where there are too few prompts to keep so many in flight, some come again."""
+    wanted = max(2 * at_once, _FEWEST)
+    return list(itertools.islice(itertools.cycle(prompts), wanted))
 
 
 def count(steps: Sequence[Sequence[int]], draft_tokens: int) -> Counts:

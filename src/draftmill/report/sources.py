@@ -84,6 +84,12 @@ class Difference(_Source):
     top2_gap: float | None
 
 
+class Rate(_Source):
+    concurrency: int
+    tokens_per_second: float
+    plain_tokens_per_second: float
+
+
 class SetResult(_Source):
     """One prompt set of `evaluation.json`."""
 
@@ -98,6 +104,7 @@ class SetResult(_Source):
     first_difference: Difference | None
     tokens_per_second: float
     plain_tokens_per_second: float
+    rates: list[Rate] = []
 
 
 class Evaluation(_Source):

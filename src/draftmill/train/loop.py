@@ -151,7 +151,14 @@ def step(state: Run, feed: Iterator[Batch[order.Position]]) -> dict[str, Any]:
         pack = noise.blurred(pack, state.spread, settings.noise)
     state.model.train()
     with _precision(state.device):
-        outcome = loss.of_pack(state.model, pack, rows, steps=settings.ttt_steps, decay=settings.ttt_step_loss_decay)
+        outcome = loss.of_pack(
+            state.model,
+            pack,
+            rows,
+            steps=settings.ttt_steps,
+            decay=settings.ttt_step_loss_decay,
+            kind=settings.loss,
+        )
     state.optimiser.zero_grad()
     outcome.loss.backward()  # type: ignore[no-untyped-call]
     norm = torch.nn.utils.clip_grad_norm_(state.trained.values(), settings.clip_norm)
@@ -202,7 +209,7 @@ def validate(state: Run, samples: Samples) -> dict[str, Any]:
             pack, rows = batch.pack, batch.rows
             assert state.head is not None
             truth = loss.target_choice(state.head, pack, rows)
-            outcome = loss.of_pack(state.model, pack, rows, steps=steps, decay=1.0, truth=truth)
+            outcome = loss.of_pack(state.model, pack, rows, steps=steps, decay=1.0, kind=settings.loss, truth=truth)
             for k in range(settings.ttt_steps):
                 total[k] += outcome.step_losses[k].double().cpu() * len(rows.starts[k])
                 weight[k] += len(rows.starts[k])

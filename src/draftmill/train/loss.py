@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from draftmill.train import ttt
+from draftmill.train import objective, ttt
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,15 +22,23 @@ class Outcome:
 
 
 def of_pack(
-    model: Any, pack: ttt.Pack, rows: ttt.Plan, *, steps: int, decay: float, truth: Tensor | None = None
+    model: Any,
+    pack: ttt.Pack,
+    rows: ttt.Plan,
+    *,
+    steps: int,
+    decay: float,
+    kind: str = "forward_kl",
+    truth: Tensor | None = None,
 ) -> Outcome:
-    """EAGLE-3's loss: in each step the mean, over supervised starts, of KL(target, draft) in the draft's vocabulary.
+    """The loss of a pack: in each step the mean, over supervised starts, of a loss in the draft's vocabulary.
 
     The target's logits are its head over its last hidden state, which the layer contract takes after the final norm; no
     norm is applied here. Logits and loss are float32 whatever the model computes in.
 
     Args:
         model: an `Eagle3DraftModel`.
+        kind: the loss, of `draftmill.train.objective`.
         truth: int64 [U], ids in the target's vocabulary that a guess must equal to be right. None takes the target's
             most likely token of the draft's vocabulary, which counts a guess as right where the target's own choice is
             a token that the draft cannot say.
@@ -45,7 +52,7 @@ def of_pack(
         logits = model.verifier_lm_head(pack.last_hidden_state[rows.supervised])
         best = logits.argmax(-1)
         wanted = best + model.d2t[best] if truth is None else truth
-    divergence = _divergence(compiled=logits.is_cuda)
+    of_step = objective.summed(kind, compiled=logits.is_cuda)
     total = torch.zeros((), device=logits.device)
     step_losses: list[Tensor] = []
     accepted = torch.zeros(steps, len(rows.active), dtype=torch.bool, device=logits.device)
@@ -53,7 +60,7 @@ def of_pack(
     for k, hidden in enumerate(ttt.unroll(model, pack, rows, steps)):
         starts, targets = rows.starts[k], rows.targets[k]
         draft = model.lm_head(hidden[starts])
-        loss = divergence(draft, logits, targets) / max(len(starts), 1)
+        loss = of_step(draft, logits, targets) / max(len(starts), 1)
         total = total + decay**k * loss
         step_losses.append(loss.detach())
         with torch.no_grad():
@@ -64,32 +71,12 @@ def of_pack(
     return Outcome(loss=total, step_losses=step_losses, accepted=accepted & eligible, eligible=eligible)
 
 
-@functools.cache
-def _divergence(*, compiled: bool) -> Any:
-    """`divergence`; on a GPU as one kernel, since in float32 each of its parts would be a copy of all the logits."""
-    import torch
-
-    return torch.compile(divergence, dynamic=True) if compiled else divergence
-
-
-def divergence(draft: Tensor, target: Tensor, targets: Tensor) -> Tensor:
-    """The sum of KL(target, draft), float32.
-
-    Args:
-        draft: logits [S, V].
-        target: logits [U, V].
-        targets: int64 [S], the row of `target` that each row of `draft` is to be like.
-    """
-    log_q = draft.float().log_softmax(-1)
-    log_p = target[targets].float().log_softmax(-1)
-    return (log_p.exp() * (log_p - log_q)).sum()
-
-
 def acceptance_walk(accepted: Tensor, eligible: Tensor, rows: ttt.Plan) -> tuple[int, int]:
     """Greedy speculative decoding along the samples' own text: (tokens gained, verifications).
 
     From a sample's first supervised row the draft guesses; the right guesses and one token of the target's are kept;
-    the next guess starts after them. Where the samples are the target's own greedy answers this is what serving counts.
+    the next guess starts after them, up to the end of the first answer, after whose last token nobody guesses. Where
+    the samples are the target's own greedy answers this is what serving counts.
 
     Args:
         accepted, eligible: as in `Outcome`.
@@ -102,7 +89,7 @@ def acceptance_walk(accepted: Tensor, eligible: Tensor, rows: ttt.Plan) -> tuple
         row_of = (rows.active[document.queries] - document.rows.start).tolist()
         at = {row: place for row, place in zip(row_of, places, strict=True) if possible[place]}
         row = min(at, default=-1)
-        while row in at:
+        while row in at and row + 1 in at:
             gained = right[at[row]] + 1
             tokens += gained
             verifications += 1
