@@ -1,7 +1,8 @@
 """Extraction on a GPU against Hugging Face's model in the same dtype: four kinds of decoder, random and small.
 
 float32 by Hugging Face is the truth; what we extract in bfloat16 has to be as near to it as Hugging Face's own bfloat16
-is, within twice, for the median token (in a mixture of experts, a token near a boundary goes to another expert).
+is, within twice, for the median token (in a mixture of experts, a token near a boundary goes to another expert). An
+error twice as large takes four times as much off the cosine.
 """
 
 import random
@@ -52,6 +53,7 @@ def latent() -> Any:
     sizes = {**SIZES, "num_key_value_heads": 4}
     return DeepseekV3Config(
         **sizes, **EXPERTS, n_routed_experts=8, n_shared_experts=1, n_group=1, topk_group=1, first_k_dense_replace=1,
+        topk_method="noaux_tc", scoring_func="sigmoid",
         q_lora_rank=128, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, rope_scaling=None,
     )  # fmt: skip
 
@@ -95,7 +97,8 @@ def test_it_is_what_hugging_face_computes(
     pairs = [(f, truth.alone(p), half.alone(p)) for p, f in zip(of, extraction.states(of), strict=True)]
     for k in (*IDS, "last"):
         allowed = max(typical(theirs[k], true[k]) for _, true, theirs in pairs)
+        missing = max(1e-3, 4 * max(1 - cosine(theirs[k], true[k]) for _, true, theirs in pairs))
         for prompt, (found, true, _) in zip(of, pairs, strict=True):
             place = f"{len(prompt)} tokens, layer {k}"
             assert typical(found[k], true[k]) <= 2 * allowed, place
-            assert cosine(found[k], true[k]) >= 0.999, place
+            assert 1 - cosine(found[k], true[k]) <= missing, place

@@ -52,7 +52,7 @@ def test_attention_by_block_on_a_gpu_is_that_by_document(lengths: tuple[int, ...
         (attention.by_block, GPU, torch.float32),
     ):
         asked = attention.queries_of(rows, lengths).to(device, max(700, count))
-        query, key, value = (v.to(device, dtype).requires_grad_() for v in values)
+        query, key, value = (v.detach().to(device, dtype, copy=True).requires_grad_() for v in values)
         mixed, total = way(query, (key, value), asked, dim**-0.5)
         ((mixed * torch.arange(dim, device=device)).sum() + (total**2).sum()).backward()  # type: ignore[no-untyped-call]
         parts = [mixed, total, query.grad, key.grad, value.grad]

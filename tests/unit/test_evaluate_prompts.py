@@ -125,3 +125,22 @@ def test_the_template_decides(tmp_path: Path) -> None:
     base.chat_template = None
     with pytest.raises(TargetError, match="no chat template"):
         load(path, "messages", tokenizer=base)
+
+
+def test_samples_give_what_comes_before_their_first_answer(tmp_path: Path) -> None:
+    rows = [
+        {"id": "a", "input_ids": [5, 6, 7, 8, 9], "loss_mask": [0, 0, 1, 0, 1]},
+        {"id": "never", "input_ids": [5, 6], "loss_mask": [0, 0]},
+        {"id": "at once", "input_ids": [5, 6], "loss_mask": [1, 1]},
+        {"id": "b", "input_ids": [1, 2], "loss_mask": [0, 1]},
+        {"id": "c", "input_ids": [3, 2], "loss_mask": [0, 1]},
+    ]
+    path = tmp_path / "held_out.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert load(path, "tokens") == [("a", [5, 6]), ("b", [1]), ("c", [3])]
+    assert load(path, "tokens", limit=2) == [("a", [5, 6]), ("b", [1])]
+    with pytest.raises(DataError, match="longer than 1 tokens: a"):
+        load(path, "tokens", room=1)
+    path.write_text('{"input_ids": [1], "loss_mask": []}\n')
+    with pytest.raises(DataError, match="line 1: 1 input_ids and 0 values"):
+        load(path, "tokens")

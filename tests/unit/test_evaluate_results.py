@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -117,3 +120,95 @@ def test_a_file_of_another_format_is_no_evaluation(tmp_path: Path, text: str) ->
     assert results.Evaluation.read(path) is None
     path.write_text(text)
     assert results.Evaluation.read(path) is None
+
+
+@dataclass
+class Output:
+    token_ids: list[int]
+
+
+@dataclass
+class Reply:
+    request_id: str
+    outputs: list[Output]
+    finished: bool
+
+
+class Server:
+    """vLLM's engine as it is stepped: each request in flight gets its prompt's first id, three times."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[str, list[int]] = {}
+        self.most = 0
+
+    def add_request(self, name: str, prompt: dict[str, list[int]], params: object) -> None:
+        self.waiting[name] = [prompt["prompt_token_ids"][0]] * 3
+        self.most = max(self.most, len(self.waiting))
+
+    def step(self) -> list[Reply]:
+        replies = []
+        for name, left in list(self.waiting.items()):
+            token = left.pop()
+            replies.append(Reply(request_id=name, outputs=[Output([token])], finished=not left))
+            if not left:
+                del self.waiting[name]
+        return replies
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> tuple[vllm_engine.VllmEngine, Server]:
+    monkeypatch.setattr(vllm_engine, "has_cuda", lambda: True)
+    settings = vllm_engine.Settings(
+        target=Path("t"), draft=Path("d"), dtype="bfloat16", draft_tokens=3, max_new_tokens=3, stop=(0,), batch=8,
+        concurrency=(1, 3, 16), max_model_len=9, tensor_parallel=1, gpu_memory_utilization=0.5,
+        trust_remote_code=False, seed=0,
+    )  # fmt: skip
+    made, server = vllm_engine.VllmEngine(settings), Server()
+    made.llm = SimpleNamespace(llm_engine=server, get_metrics=list)
+    made.drafting = False
+    return made, server
+
+
+def test_requests_are_kept_in_flight_up_to_the_number_asked_for(engine: tuple[vllm_engine.VllmEngine, Server]) -> None:
+    made, server = engine
+    ticks: list[int] = []
+    prompts = [[number] for number in range(7)]
+    found = made.decode(prompts, ticks.append, drafting=False, at_once=2)
+    assert found.outputs == [[number] * 3 for number in range(7)]  # in the prompts' order
+    assert (server.most, sum(ticks)) == (2, 7)
+    made.decode(prompts, ticks.append, drafting=False)
+    assert server.most == 7
+
+
+def test_a_rate_is_taken_with_each_number_of_requests_in_flight(engine: tuple[vllm_engine.VllmEngine, Server]) -> None:
+    made, server = engine
+    decoded: list[tuple[int, int | None]] = []
+    plain = made.decode
+
+    def decode(prompts: Any, tick: Any, *, drafting: bool, at_once: int | None = None) -> Decoded:
+        server.most = 0
+        found = plain(prompts, tick, drafting=drafting, at_once=at_once)
+        decoded.append((len(prompts), server.most))
+        return found
+
+    made.decode = decode  # type: ignore[method-assign]
+    rates = made.rates([[1], [2], [3]], drafting=False)
+    assert decoded == [(8, 1), (8, 3), (32, 16)]  # the prompts come again where they are too few
+    assert len(rates) == 3 and all(rate > 0 for rate in rates)
+
+
+def test_rates_with_and_without_a_draft_are_paired() -> None:
+    class Rated(Scripted):
+        def decode(self, prompts: Any, tick: Any, *, drafting: bool) -> Decoded:
+            tick(len(prompts))
+            return Decoded(outputs=[[7]] * len(prompts), seconds=1.0, counts=[counts(1)] * len(prompts))
+
+        def rates(self, prompts: Any, *, drafting: bool) -> list[float]:
+            return [30.0, 60.0] if drafting else [20.0, 50.0]
+
+    sets = {"set": [Prompt(id="p", token_ids=(1, 1))]}
+    (found,) = evaluate.measure(Rated(), sets, concurrency=[1, 4], seed=0)  # type: ignore[arg-type]
+    assert [(r.concurrency, r.tokens_per_second, r.plain_tokens_per_second) for r in found.rates] == [
+        (1, 30.0, 20.0),
+        (4, 60.0, 50.0),
+    ]

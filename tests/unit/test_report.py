@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from draftmill.errors import StoreError
-from draftmill.recipe import Recipe
+from draftmill.recipe import Evaluate, Prompts, Recipe
 from draftmill.report import Report, figures, report, size, sources, thousands, toml
 from draftmill.report.machine import cpu_model, patch_digest
 
@@ -210,6 +210,58 @@ def test_a_run_of_nothing_is_a_page_too(recipe: Recipe) -> None:
     assert found.missing == ["prepare", "extract", "train", "evaluate"]
     assert page.text.count("Not there yet") == 5
     assert found.acceptance_length == {}
+
+
+def of_held_out(whole: Recipe, length: float, **prompts: Any) -> Recipe:
+    """The run again, with its held-out prompts evaluated too."""
+    path = whole.folder.prepared / "held_out.jsonl"
+    given = Prompts(name="own", format="tokens", path=str(path), **prompts)
+    made = whole.model_copy(update={"evaluate": Evaluate(prompts=[*whole.evaluate.prompts, given])})
+    rates = [{"concurrency": 4, "tokens_per_second": 90.0, "plain_tokens_per_second": 60.0}]
+    write(
+        whole.folder.evaluation_json, evaluation(prompt_set("humaneval", 2.25), prompt_set("own", length, rates=rates))
+    )
+    return made
+
+
+def test_rates_are_shown_by_requests_at_a_time(whole: Recipe) -> None:
+    page, _ = reported(of_held_out(whole, 1.66))
+    assert "requests at a time tokens/s with draft without ratio own 4 90 60 1.50" in page.text
+
+
+@pytest.mark.parametrize(
+    ("length", "regenerated", "limit", "reasons"),
+    [
+        (1.66, {}, None, []),
+        (1.70, {}, None, []),  # 2.4 % below
+        (1.50, {"enabled": False}, None, ["the data's own"]),
+        (1.50, {"temperature": 0.7, "max_new_tokens": 50}, None, ["at temperature 0.7"]),
+        (1.50, {}, None, ["end after 192 tokens, the decoded ones after 50"]),
+        (1.80, {"max_new_tokens": 50}, 10, ["only the first 10"]),
+        (1.50, {"max_new_tokens": 50}, None, ["nothing in this run's settings explains it"]),
+    ],
+)
+def test_trainings_own_figure_is_held_against_decoding(
+    whole: Recipe, length: float, regenerated: dict[str, Any], limit: int | None, reasons: list[str]
+) -> None:
+    write(
+        whole.folder.prepared / "prepared.json",
+        {**PREPARED, "regenerated": {**PREPARED["regenerated"], **regenerated}},  # type: ignore[dict-item]
+    )
+    page, found = reported(of_held_out(whole, length, limit=limit))
+    assert found.estimate is not None
+    assert (found.estimate.prompt_set, found.estimate.trained, found.estimate.decoded) == ("own", 1.66, length)
+    assert found.estimate.difference == pytest.approx(1.66 / length - 1)
+    assert len(found.estimate.reasons) == len(reasons)
+    for told, expected in zip(found.estimate.reasons, reasons, strict=True):
+        assert expected in told
+        assert told in page.text
+
+
+def test_without_held_out_prompts_there_is_nothing_to_hold_against(whole: Recipe) -> None:
+    page, found = reported(whole)
+    assert found.estimate is None
+    assert "own figure" not in page.text
 
 
 def test_an_output_that_differs_is_in_view(whole: Recipe) -> None:

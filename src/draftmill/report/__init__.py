@@ -11,13 +11,15 @@ from pydantic import BaseModel, ConfigDict
 
 from draftmill.errors import StoreError
 from draftmill.files import write_whole
+from draftmill.recipe import resolve
 from draftmill.report import figures, sources, toml
 from draftmill.report.machine import Machine, now, patch_digest, versions
 
 if TYPE_CHECKING:
-    from draftmill.recipe import Recipe
+    from draftmill.recipe import Prompts, Recipe
 
 COMMAND = "draftmill run --recipe recipe.toml"
+TOLERANCE = 0.03
 
 
 class Training(BaseModel):
@@ -33,6 +35,21 @@ class Training(BaseModel):
     held_out: bool
 
 
+class Estimate(BaseModel):
+    """The acceptance length that training measured on the held-out answers, beside the one of decoding their prompts.
+
+    `reasons` say why the two differ, where they do by more than `TOLERANCE` of the decoded one.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    prompt_set: str
+    trained: float
+    decoded: float
+    difference: float
+    reasons: list[str]
+
+
 class Report(BaseModel):
     """`report.json`. What a stage that has not run would give is None, and `missing` names that stage."""
 
@@ -46,6 +63,7 @@ class Report(BaseModel):
     extraction: sources.Extraction | None
     training: Training | None
     evaluation: sources.Evaluation | None
+    estimate: Estimate | None
     layers: dict[str, list[int]]
     versions: dict[str, str]
     patches: str | None
@@ -94,6 +112,7 @@ def gather(recipe: Recipe, points: list[sources.Point]) -> Report:
         "recipe": hashlib.sha256(toml.dumps(recipe).encode()).hexdigest(),
     }
     stack = versions()
+    trained = training(points)
     return Report(
         run=recipe.run.name,
         written=now(),
@@ -101,8 +120,9 @@ def gather(recipe: Recipe, points: list[sources.Point]) -> Report:
         missing=[name for name, there in stages.items() if there is None],
         data=data,
         extraction=extraction,
-        training=training(points),
+        training=trained,
         evaluation=evaluation,
+        estimate=estimate(recipe, trained, evaluation, data),
         layers={name: ids for name, ids in layers.items() if ids},
         versions=stack,
         patches=patch_digest(stack.get("speculators")),
@@ -126,6 +146,52 @@ def training(points: list[sources.Point]) -> Training | None:
         accuracy=held_out[-1].val_accuracy if held_out else steps[-1].accuracy,
         held_out=bool(held_out),
     )
+
+
+def estimate(
+    recipe: Recipe,
+    trained: Training | None,
+    evaluation: sources.Evaluation | None,
+    data: sources.Prepared | None,
+) -> Estimate | None:
+    """Where a prompt set is the run's held-out samples: training's acceptance length against the decoded one."""
+    held_out = (recipe.folder.prepared / "held_out.jsonl").resolve()
+    of_samples = [p for p in recipe.evaluate.prompts if p.format == "tokens" and resolve(p.path).resolve() == held_out]
+    if not (trained and trained.held_out_acceptance_length and evaluation and of_samples):
+        return None
+    prompts = of_samples[0]
+    found = next((s.acceptance_length for s in evaluation.sets if s.name == prompts.name), None)
+    if found is None:
+        return None
+    difference = trained.held_out_acceptance_length / found - 1
+    return Estimate(
+        prompt_set=prompts.name,
+        trained=trained.held_out_acceptance_length,
+        decoded=found,
+        difference=difference,
+        reasons=reasons(prompts, evaluation, data) if abs(difference) > TOLERANCE else [],
+    )
+
+
+def reasons(prompts: Prompts, evaluation: sources.Evaluation, data: sources.Prepared | None) -> list[str]:
+    """Why training's estimate and decoding can differ in this run, or that nothing in it explains why."""
+    answers = data.regenerated if data else None
+    found = []
+    if answers and not answers.enabled:
+        found.append("the held-out answers are the data's own: training follows a text that the target would not write")
+    if answers and answers.enabled and answers.temperature > 0:
+        found.append(f"the held-out answers were drawn at temperature {answers.temperature:g}; decoding is greedy")
+    if answers and answers.enabled and answers.max_new_tokens != evaluation.max_new_tokens:
+        found.append(
+            f"the held-out answers end after {answers.max_new_tokens} tokens, the decoded ones after "
+            f"{evaluation.max_new_tokens}"
+        )
+    if prompts.limit:
+        found.append(f"only the first {prompts.limit} held-out prompts were decoded")
+    return found or [
+        "nothing in this run's settings explains it: what is served is not what was trained; compare the layers and "
+        "digests below, and evaluate with the reference engine"
+    ]
 
 
 def page(recipe: Recipe, found: Report, points: list[sources.Point]) -> str:

@@ -191,13 +191,17 @@ def step(state: Run, feed: Iterator[Batch[order.Position]]) -> dict[str, Any]:
 def validate(state: Run, samples: Samples) -> dict[str, Any]:
     """Loss, accuracy by position and acceptance length on samples that no step trains on.
 
+    The acceptance length is that of greedy decoding with `evaluate.draft_tokens`, where the samples' answers are the
+    target's own greedy ones (`data.regenerate`): a draft then walks along them as it does in serving.
+
     A guess is right when it is the target's own first choice of its whole vocabulary. Accuracy of position k is the
     share of starts whose guesses up to k are all right, as vLLM counts acceptance by position.
     """
     import torch
 
     settings = state.settings
-    steps = max(settings.ttt_steps, state.recipe.evaluate.draft_tokens)
+    guesses = state.recipe.evaluate.draft_tokens
+    steps = max(settings.ttt_steps, guesses)
     total = torch.zeros(settings.ttt_steps, dtype=torch.float64)
     weight = torch.zeros(settings.ttt_steps, dtype=torch.float64)
     right, possible = torch.zeros(steps, dtype=torch.long), torch.zeros(steps, dtype=torch.long)
@@ -215,7 +219,8 @@ def validate(state: Run, samples: Samples) -> dict[str, Any]:
                 weight[k] += len(rows.starts[k])
             right += outcome.accepted.sum(1).cpu()
             possible += outcome.eligible.sum(1).cpu()
-            tokens, times = loss.acceptance_walk(outcome.accepted.cpu(), outcome.eligible.cpu(), batch.host_rows)
+            accepted, eligible = outcome.accepted[:guesses].cpu(), outcome.eligible[:guesses].cpu()
+            tokens, times = loss.acceptance_walk(accepted, eligible, batch.host_rows)
             gained, verifications = gained + tokens, verifications + times
     decay = torch.tensor([settings.ttt_step_loss_decay**k for k in range(settings.ttt_steps)], dtype=torch.float64)
     return {
