@@ -16,12 +16,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftmill.errors import DraftmillError, Interrupted, LayerError, StoreError, TargetError, TrainingError
+from draftmill.errors import (
+    DraftmillError,
+    Interrupted,
+    LayerError,
+    RecipeError,
+    StoreError,
+    TargetError,
+    TrainingError,
+)
 from draftmill.layers import LayerContract
 from draftmill.recipe import Recipe
 from draftmill.store import Manifest, Sample, StoreWriter
 from draftmill.target import identify
 from draftmill.train import data, draft, loop, loss, noise, order, schedule, train, ttt, vocabulary
+from draftmill.train.ranks import Ranks
 
 VOCABULARY, HIDDEN, LAYERS = 96, 32, 6
 IDS = (1, 3, 5)
@@ -227,6 +236,84 @@ except DraftmillError as error:
     assert (recipe.folder.draft / "model.safetensors").read_bytes() == (
         unbroken.folder.draft / "model.safetensors"
     ).read_bytes()
+
+
+def torchrun(recipe: Path, ranks: int) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return subprocess.Popen(
+        [*command, "-m", "draftmill", "train", "--recipe", str(recipe)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory, target: Path, samples: list[Sample]) -> Recipe:
+    """A run of four packs a step in one process, over a number of samples and packs that no number of ranks divides."""
+    recipe = of_ranks(tmp_path_factory.mktemp("alone"), target, samples)
+    train(recipe)
+    return recipe
+
+
+def of_ranks(folder: Path, target: Path, samples: list[Sample]) -> Recipe:
+    text = RECIPE.format(folder=folder, target=target, steps=8, extra="packs = 4\nnoise = 0.3")
+    (folder / "recipe.toml").write_text(text)
+    recipe = Recipe.parse(text, name="ranks")
+    write_store(recipe.folder.store_train, target, samples[:19])
+    write_store(recipe.folder.store_held_out, target, samples[19:])
+    return recipe
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_make_the_steps_of_one_process(
+    ranks: int, alone: Recipe, target: Path, samples: list[Sample], tmp_path: Path
+) -> None:
+    recipe = of_ranks(tmp_path, target, samples)
+    process = torchrun(tmp_path / "recipe.toml", ranks)
+    told, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, told
+    assert told.count("the draft is in") == 1
+    for a, b in zip(lines(recipe), lines(alone), strict=True):
+        whole = ("step", "epoch", "tokens", "supervised", "learning_rate")
+        assert {key: a[key] for key in whole} == {key: b[key] for key in whole}
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-3)
+        assert ("val_loss" in a) == ("val_loss" in b)
+        if "val_loss" in a:
+            assert a["val_loss"] == pytest.approx(b["val_loss"], rel=1e-4)
+            assert a["val_acceptance_length"] == pytest.approx(b["val_acceptance_length"], abs=0.05)
+    ours, theirs = trained_weights(recipe), trained_weights(alone)
+    assert all(torch.allclose(ours[name], theirs[name], atol=1e-3) for name in theirs)
+
+
+def test_ranks_that_are_stopped_go_on_as_if_nothing_had_happened(
+    alone: Recipe, target: Path, samples: list[Sample], tmp_path: Path
+) -> None:
+    recipe = of_ranks(tmp_path, target, samples)
+    process = torchrun(tmp_path / "recipe.toml", 2)
+    while process.poll() is None and not (recipe.folder.metrics_jsonl.exists() and len(lines(recipe)) >= 2):
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    told, _ = process.communicate(timeout=600)
+    if not recipe.folder.draft.exists():  # else it was faster than the signal
+        assert "a checkpoint is written" in told
+        process = torchrun(tmp_path / "recipe.toml", 4)  # as many ranks as there are, not as there were
+        told, _ = process.communicate(timeout=600)
+        assert process.returncode == 0, told
+        assert "going on after step" in told
+    assert [line["step"] for line in lines(recipe)] == list(range(1, 9))
+    assert [line["loss"] for line in lines(recipe)] == pytest.approx([line["loss"] for line in lines(alone)], rel=1e-4)
+
+
+def test_packs_that_the_ranks_cannot_share_are_refused(
+    make: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Ranks, "join", lambda: Ranks(rank=1, size=4))
+    monkeypatch.setattr(Ranks, "leave", lambda _: None)
+    with pytest.raises(RecipeError, match="packs = 6 cannot be shared equally by 4 ranks"):
+        train(make(extra="packs = 6"))
 
 
 def test_ctrl_c_finishes_the_step_and_says_how_to_go_on(
@@ -690,7 +777,7 @@ def test_noise_is_in_proportion_to_each_dimension_and_leaves_the_targets(make: C
     spread = noise.spread(opened)
     assert spread.shape == (3 * HIDDEN,)
     pack = opened.pack((0, 1, 2))
-    blurred = noise.blurred(pack, spread, 0.5)
+    blurred = noise.blurred(pack, spread, 0.5, seed="a")
     change = (blurred.hidden_states - pack.hidden_states).abs()
     assert bool((change <= 0.5 * spread + 1e-5).all())
     assert float((change / spread).mean()) == pytest.approx(0.25, rel=0.05)

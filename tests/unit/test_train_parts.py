@@ -4,6 +4,7 @@ import json
 import math
 import os
 import shutil
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import get_args
@@ -44,6 +45,26 @@ def test_the_stream_goes_on_from_any_position(rows: list[int], budget: int, seed
     per_epoch = sum(1 for _, position in whole if position.epoch == 0) + 1
     if len(whole) >= per_epoch:
         assert sorted(i for pack, _ in whole[:per_epoch] for i in pack) == list(range(len(rows)))
+
+
+@given(rows=lengths, budget=st.integers(1, 120), ranks=st.sampled_from([1, 2, 3]), local=st.integers(1, 3))
+def test_the_ranks_share_each_step_and_miss_nothing(rows: list[int], budget: int, ranks: int, local: int) -> None:
+    steps, each = 8, ranks * local
+
+    def packs() -> Iterator[tuple[tuple[int, ...], order.Position]]:
+        return order.stream(range(len(rows)), rows, budget=budget, seed=1, start=order.Position())
+
+    whole = list(islice(packs(), steps * each))
+    of_rank = [
+        list(islice(order.shares(packs(), each_step=each, rank=rank, ranks=ranks), steps * local))
+        for rank in range(ranks)
+    ]
+    for number in range(steps):
+        group = whole[number * each : (number + 1) * each]
+        own = [share[number * local : (number + 1) * local] for share in of_rank]
+        # Rank r has each step's packs r, r + ranks and so on, and all know where the step ends.
+        assert [pack for of_one in zip(*own, strict=True) for pack, _ in of_one] == [pack for pack, _ in group]
+        assert {after for share in own for _, after in share} == {group[-1][1]}
 
 
 def test_epochs_and_seeds_have_orders_of_their_own() -> None:
@@ -117,7 +138,7 @@ def test_the_schedules() -> None:
 
 
 def a_checkpoint(step: int) -> checkpoint.Checkpoint:
-    tensors = {"model": {"w": torch.full((3,), float(step))}, "optimiser": {"state": {}}, "rng": torch.get_rng_state()}
+    tensors = {"model": {"w": torch.full((3,), float(step))}, "optimiser": {"state": {}}}
     position = order.Position(epoch=step // 10, cursor=step % 10)
     return checkpoint.Checkpoint(step=step, position=position, seconds=1.5 * step, tensors=tensors)
 

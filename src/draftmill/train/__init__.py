@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from draftmill.compute import has_cuda
-from draftmill.errors import TrainingError
+from draftmill.errors import RecipeError, TrainingError
 from draftmill.target import identify
 from draftmill.train import data, draft, loop, noise, vocabulary
+from draftmill.train.ranks import Ranks
 
 if TYPE_CHECKING:
     from draftmill.recipe import Recipe
@@ -22,6 +23,7 @@ _WITHOUT_EFFECT = {"checkpoint_steps", "keep_checkpoints", "validate_steps"}
 def train(recipe: Recipe) -> None:
     """Trains the draft of a run on the run's store and writes it to `recipe.folder.draft`.
 
+    Under torchrun its ranks share the packs of each step, and the steps are those of one process with as many packs.
     It goes on from the newest checkpoint, and the losses of the steps after that are those of a run that was never
     stopped. When the draft is there already, it says so and returns.
 
@@ -29,14 +31,28 @@ def train(recipe: Recipe) -> None:
         TargetError: the target's folder cannot be read.
         StoreError: a store is missing, empty, of another target, or a sample of it cannot be used; the sample is named.
         LayerError: the store's layers are not the draft's.
+        RecipeError: the packs of a step cannot be shared equally by the ranks.
         TrainingError: the draft vocabulary is not possible, the loss is not finite, or a checkpoint or draft in the
-        run's folder is
-            another run's.
+            run's folder is another run's.
         Interrupted: SIGTERM or Ctrl-C; a checkpoint of that moment is written.
         DiskError: a checkpoint or the draft cannot be written.
     """
+    ranks = Ranks.join()
+    try:
+        _train(recipe, ranks)
+    finally:
+        ranks.leave()
+
+
+def _train(recipe: Recipe, ranks: Ranks) -> None:
     import torch
 
+    if recipe.train.packs % ranks.size:
+        raise RecipeError(
+            f"[train] packs = {recipe.train.packs} cannot be shared equally by {ranks.size} ranks",
+            next_step=f"set it to {ranks.size} or a multiple: packs of one step, of all ranks together",
+        )
+    say = _say if ranks.first else _nothing
     target = identify(recipe.target_folder)
     samples = data.open_train(recipe, target)
     held_out = data.open_held_out(recipe, target, samples)
@@ -44,13 +60,13 @@ def train(recipe: Recipe) -> None:
     chosen = vocabulary.choose(samples.counts, recipe.train.draft_vocab_size, draft.end_tokens(recipe, config))
     identity = _identity(recipe, samples, chosen)
     if _finished(recipe, identity):
-        _say(f"the draft is already trained: {recipe.folder.draft}")
+        say(f"the draft is already trained: {recipe.folder.draft}")
         return
-    _say(
+    say(
         f"{len(samples.usable)} of {len(samples.store)} samples, {samples.supervised:,} supervised tokens; "
         f"the draft says {len(chosen.ids):,} of {chosen.target_size:,} tokens, {chosen.coverage:.2%} of them"
     )
-    device = torch.device("cuda" if has_cuda() else "cpu")
+    device = torch.device("cuda", torch.cuda.current_device()) if has_cuda() else torch.device("cpu")
     state = loop.Run(
         recipe=recipe,
         model=draft.build(recipe, config, samples.contract, chosen),
@@ -59,15 +75,18 @@ def train(recipe: Recipe) -> None:
         head=draft.target_head(recipe).to(device) if held_out else None,
         identity=identity,
         device=device,
+        ranks=ranks,
         spread=noise.spread(samples).to(device) if recipe.train.noise else None,
     )
     if state.restore():
-        _say(f"going on after step {state.step}")
+        say(f"going on after step {state.step}")
     loop.run(state)
     if held_out and not state.last_validation:
         state.last_validation = loop.validate(state, held_out)
-    draft.export(state.model, recipe.folder.draft, _summary(state, samples, held_out, chosen))
-    _say(f"the draft is in {recipe.folder.draft}")
+    if ranks.first:
+        draft.export(state.model, recipe.folder.draft, _summary(state, samples, held_out, chosen))
+    ranks.wait()  # a rank that has ended before the draft is whole would be taken for a failed one
+    say(f"the draft is in {recipe.folder.draft}")
 
 
 def _identity(recipe: Recipe, samples: data.Samples, chosen: vocabulary.Vocabulary) -> dict[str, object]:
@@ -117,6 +136,10 @@ def _summary(
         "draft_vocabulary": vocabulary_facts,
         "held_out": state.last_validation,
     }
+
+
+def _nothing(_text: str) -> None:
+    """What a rank says that is not the first."""
 
 
 def _say(text: str) -> None:

@@ -25,7 +25,8 @@ _PREFIX = "step-"
 class Checkpoint:
     """A state after `step` whole steps; `position` is the next pack to train on.
 
-    `tensors` holds the trained weights, the optimiser's state and the random generators', as `torch.save` takes them.
+    `tensors` holds the trained weights and the optimiser's state, as `torch.save` takes them. Nothing is drawn that
+    does not follow from the seed and the step.
     """
 
     step: int
@@ -96,17 +97,11 @@ def load(folder: Path, *, identity: Mapping[str, object]) -> Checkpoint | None:
 
 
 def state_of(optimiser: Any, trained: Mapping[str, Tensor]) -> dict[str, Any]:
-    """What a step depends on beside the data: trained weights, the optimiser's state, the random generators' states."""
-    import torch
-
-    state = {
+    """What a step depends on beside the data: trained weights, and the optimiser's state."""
+    return {
         "model": {name: value.detach().cpu() for name, value in trained.items()},
         "optimiser": optimiser.state_dict(),
-        "rng": torch.get_rng_state(),
     }
-    if torch.cuda.is_available():
-        state["rng_cuda"] = torch.cuda.get_rng_state()
-    return state
 
 
 def restore(state: Mapping[str, Any], optimiser: Any, trained: Mapping[str, Tensor]) -> None:
@@ -117,9 +112,6 @@ def restore(state: Mapping[str, Any], optimiser: Any, trained: Mapping[str, Tens
         for name, value in trained.items():
             value.copy_(state["model"][name])
     optimiser.load_state_dict(state["optimiser"])
-    torch.set_rng_state(state["rng"])
-    if "rng_cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["rng_cuda"])
 
 
 def _same(path: Path, theirs: Mapping[str, object], ours: Mapping[str, object]) -> None:

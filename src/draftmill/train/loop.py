@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from draftmill.errors import Interrupted, TrainingError
 from draftmill.train import checkpoint, loss, noise, order, schedule
 from draftmill.train.feed import Batch, batches
+from draftmill.train.ranks import Ranks
 from draftmill.train.record import Record
 from draftmill.train.signals import StopRequest
 
@@ -39,6 +40,7 @@ class Run:
     step: int = 0
     position: order.Position = field(default_factory=order.Position)
     seconds: float = 0.0
+    ranks: Ranks = field(default_factory=Ranks)
     spread: Tensor | None = None  # float [3 * H]: what the recipe's noise is a multiple of; None for no noise
     last_validation: dict[str, Any] = field(default_factory=dict)
 
@@ -76,7 +78,9 @@ class Run:
         return True
 
     def save(self) -> None:
-        """Writes a checkpoint of this moment."""
+        """Writes a checkpoint of this moment, once for all ranks."""
+        if not self.ranks.first:
+            return
         checkpoint.save(
             self.recipe.folder.checkpoints,
             checkpoint.Checkpoint(
@@ -97,7 +101,7 @@ def run(state: Run) -> None:
         Interrupted: SIGTERM or Ctrl-C came; the step was finished and a checkpoint written.
         TrainingError: the loss or the gradient is no longer finite; the checkpoints are as they were.
     """
-    settings, folder = state.settings, state.recipe.folder
+    settings, ranks = state.settings, state.ranks
     packs = order.stream(
         state.train.usable,
         state.train.rows,
@@ -105,19 +109,17 @@ def run(state: Run) -> None:
         seed=state.recipe.run.seed,
         start=state.position,
     )
-    feed = batches(packs, state.train, steps=settings.ttt_steps, room=settings.pack_tokens, device=state.device)
+    own = order.shares(packs, each_step=settings.packs, rank=ranks.rank, ranks=ranks.size)
+    feed = batches(own, state.train, steps=settings.ttt_steps, room=settings.pack_tokens, device=state.device)
     saved = state.step
-    with (
-        contextlib.closing(feed),
-        StopRequest() as stop,
-        Record(folder.metrics_jsonl, folder.tensorboard, start=state.step, steps=settings.steps) as record,
-    ):
-        while state.step < settings.steps and not stop.name:
+    with contextlib.closing(feed), StopRequest() as stop, _record(state) as record:
+        while state.step < settings.steps and not ranks.any(stop.name, state.device):
             line = step(state, feed)
             if state.held_out and (state.step % settings.validate_steps == 0 or state.step == settings.steps):
                 state.last_validation = validate(state, state.held_out)
                 line |= state.last_validation
-            record.write(line, _scalars(line), _note(line))
+            if record:
+                record.write(line, _scalars(line), _note(line))
             if state.step % settings.checkpoint_steps == 0 or state.step == settings.steps:
                 state.save()
                 saved = state.step
@@ -125,47 +127,59 @@ def run(state: Run) -> None:
             state.save()
     if state.step < settings.steps:
         raise Interrupted(
-            f"training stopped by {stop.name} after step {state.step} of {settings.steps}; a checkpoint is written",
+            f"training stopped by {stop.name or 'another rank'} after step {state.step} of {settings.steps}; "
+            "a checkpoint is written",
             next_step="run the same command again: it goes on from there",
         )
 
 
+def _record(state: Run) -> contextlib.AbstractContextManager[Record | None]:
+    """The record of the run, on the rank that writes it."""
+    if not state.ranks.first:
+        return contextlib.nullcontext()
+    folder = state.recipe.folder
+    return Record(folder.metrics_jsonl, folder.tensorboard, start=state.step, steps=state.settings.steps)
+
+
 def step(state: Run, feed: Iterator[Batch[order.Position]]) -> dict[str, Any]:
-    """Trains on the next pack and gives what metrics.jsonl says of it.
+    """Trains on the next packs, as many as the recipe has in a step, and gives what metrics.jsonl says of it.
+
+    The loss is the mean of the packs'. With several ranks, each goes through its share, and all figures are of all.
 
     Raises:
-        StoreError: a sample of the pack cannot be read, or its states are not finite.
+        StoreError: a sample of a pack cannot be read, or its states are not finite.
         TrainingError: the loss or the gradient is not finite; the weights are as they were.
     """
     import torch
 
-    settings = state.settings
+    settings, ranks = state.settings, state.ranks
     started = time.monotonic()
     state.step += 1
     rate = settings.learning_rate * schedule.factor(state.step, settings)
     for group in state.optimiser.param_groups:
         group["lr"] = rate
-    batch = next(feed)
-    pack, rows = batch.pack, batch.rows
-    if state.spread is not None:
-        pack = noise.blurred(pack, state.spread, settings.noise)
     state.model.train()
-    with _precision(state.device):
-        outcome = loss.of_pack(
-            state.model,
-            pack,
-            rows,
-            steps=settings.ttt_steps,
-            decay=settings.ttt_step_loss_decay,
-            kind=settings.loss,
-        )
     state.optimiser.zero_grad()
-    outcome.loss.backward()  # type: ignore[no-untyped-call]
+    total = torch.zeros((), device=state.device)
+    right, possible = torch.zeros(2, settings.ttt_steps, dtype=torch.long, device=state.device)
+    size = torch.zeros(2, dtype=torch.long)  # tokens, and those supervised
+    indices: list[int] = []
+    for number in range(ranks.rank, settings.packs, ranks.size):
+        batch = next(feed)
+        outcome = _outcome(state, batch, seed=f"{state.recipe.run.seed}:{state.step}:{number}")
+        (outcome.loss / settings.packs).backward()
+        total += outcome.loss.detach() / settings.packs
+        right += outcome.accepted.sum(1)
+        possible += outcome.eligible.sum(1)
+        size += torch.tensor([len(batch.pack.input_ids), len(batch.rows.supervised)])
+        indices += batch.indices
+    size = size.to(state.device)
+    ranks.add([total, right, possible, size, *(p.grad for p in state.trained.values() if p.grad is not None)])
     norm = torch.nn.utils.clip_grad_norm_(state.trained.values(), settings.clip_norm)
-    value, size = outcome.loss.item(), norm.item()
-    if not (math.isfinite(value) and math.isfinite(size)):
+    value, slope = total.item(), norm.item()
+    if not (math.isfinite(value) and math.isfinite(slope)):
         raise TrainingError(
-            f"step {state.step}: the loss is {value} and the gradient's norm {size}; samples {list(batch.indices)}",
+            f"step {state.step}: the loss is {value} and the gradient's norm {slope}; samples {indices}",
             cause="the learning rate is too high, or those samples are unlike the rest",
             next_step="lower train.learning_rate under another run name; the checkpoints before this step are kept",
         )
@@ -173,19 +187,35 @@ def step(state: Run, feed: Iterator[Batch[order.Position]]) -> dict[str, Any]:
     state.position = batch.tag
     elapsed = time.monotonic() - started
     state.seconds += elapsed
-    tokens = len(pack.input_ids)
+    tokens, supervised = size.tolist()
     return {
         "step": state.step,
         "epoch": state.position.epoch,
         "loss": value,
-        "accuracy": _shares(outcome.accepted.sum(1), outcome.eligible.sum(1)),
+        "accuracy": _shares(right, possible),
         "learning_rate": rate,
-        "grad_norm": size,
+        "grad_norm": slope,
         "tokens": tokens,
-        "supervised": len(rows.supervised),
+        "supervised": supervised,
         "tokens_per_second": tokens / max(elapsed, 1e-9),
         "seconds": state.seconds,
     }
+
+
+def _outcome(state: Run, batch: Batch[order.Position], *, seed: str) -> loss.Outcome:
+    """One pack's loss. `seed` is its noise's."""
+    settings, pack = state.settings, batch.pack
+    if state.spread is not None:
+        pack = noise.blurred(pack, state.spread, settings.noise, seed=seed)
+    with _precision(state.device):
+        return loss.of_pack(
+            state.model,
+            pack,
+            batch.rows,
+            steps=settings.ttt_steps,
+            decay=settings.ttt_step_loss_decay,
+            kind=settings.loss,
+        )
 
 
 def validate(state: Run, samples: Samples) -> dict[str, Any]:
@@ -202,29 +232,31 @@ def validate(state: Run, samples: Samples) -> dict[str, Any]:
     settings = state.settings
     guesses = state.recipe.evaluate.draft_tokens
     steps = max(settings.ttt_steps, guesses)
-    total = torch.zeros(settings.ttt_steps, dtype=torch.float64)
-    weight = torch.zeros(settings.ttt_steps, dtype=torch.float64)
-    right, possible = torch.zeros(steps, dtype=torch.long), torch.zeros(steps, dtype=torch.long)
-    gained = verifications = 0
+    total, weight = torch.zeros(2, settings.ttt_steps, dtype=torch.float64, device=state.device)
+    right, possible = torch.zeros(2, steps, dtype=torch.long, device=state.device)
+    walk = torch.zeros(2, dtype=torch.long)  # tokens gained, and verifications
     state.model.eval()
     with torch.no_grad(), _precision(state.device):
-        packs = ((indices, None) for indices in order.packs(samples.usable, samples.rows, settings.pack_tokens))
-        for batch in batches(packs, samples, steps=steps, room=settings.pack_tokens, device=state.device):
+        packs = order.packs(samples.usable, samples.rows, settings.pack_tokens)[state.ranks.rank :: state.ranks.size]
+        source = ((indices, None) for indices in packs)
+        for batch in batches(source, samples, steps=steps, room=settings.pack_tokens, device=state.device):
             pack, rows = batch.pack, batch.rows
             assert state.head is not None
             truth = loss.target_choice(state.head, pack, rows)
             outcome = loss.of_pack(state.model, pack, rows, steps=steps, decay=1.0, kind=settings.loss, truth=truth)
             for k in range(settings.ttt_steps):
-                total[k] += outcome.step_losses[k].double().cpu() * len(rows.starts[k])
+                total[k] += outcome.step_losses[k].double() * len(rows.starts[k])
                 weight[k] += len(rows.starts[k])
-            right += outcome.accepted.sum(1).cpu()
-            possible += outcome.eligible.sum(1).cpu()
+            right += outcome.accepted.sum(1)
+            possible += outcome.eligible.sum(1)
             accepted, eligible = outcome.accepted[:guesses].cpu(), outcome.eligible[:guesses].cpu()
-            tokens, times = loss.acceptance_walk(accepted, eligible, batch.host_rows)
-            gained, verifications = gained + tokens, verifications + times
+            walk += torch.tensor(loss.acceptance_walk(accepted, eligible, batch.host_rows))
+    walk = walk.to(state.device)
+    state.ranks.add([total, weight, right, possible, walk])
+    gained, verifications = walk.tolist()
     decay = torch.tensor([settings.ttt_step_loss_decay**k for k in range(settings.ttt_steps)], dtype=torch.float64)
     return {
-        "val_loss": float((decay * total / weight.clamp(min=1)).sum()),
+        "val_loss": float((decay * (total / weight.clamp(min=1)).cpu()).sum()),
         "val_accuracy": _shares(right, possible),
         "val_acceptance_length": gained / max(verifications, 1),
     }

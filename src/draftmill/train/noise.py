@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -32,9 +33,14 @@ def spread(samples: Samples) -> Tensor:
     return torch.cat(found)
 
 
-def blurred(pack: Pack, spread: Tensor, amount: float) -> Pack:
-    """The pack with uniform noise of at most `amount` times `spread` on what the draft reads; its targets stay."""
+def blurred(pack: Pack, spread: Tensor, amount: float, *, seed: str) -> Pack:
+    """The pack with uniform noise of at most `amount` times `spread` on what the draft reads; its targets stay.
+
+    The same seed draws the same on one kind of device, whatever was drawn before.
+    """
     import torch
 
-    noise = (2.0 * torch.rand_like(pack.hidden_states, dtype=spread.dtype) - 1.0) * spread
+    generator = torch.Generator(spread.device).manual_seed(random.Random(seed).getrandbits(63))
+    drawn = torch.rand(pack.hidden_states.shape, dtype=spread.dtype, device=spread.device, generator=generator)
+    noise = (2.0 * drawn - 1.0) * spread
     return replace(pack, hidden_states=pack.hidden_states + amount * noise)

@@ -1,5 +1,6 @@
 """Which samples a step trains on: a shuffled order that depends on the seed and the epoch alone, cut into packs."""
 
+import itertools
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -58,3 +59,12 @@ def stream(
             after = Position(epoch=epoch, cursor=cursor)
             yield of_epoch[cursor - 1], after if cursor < len(of_epoch) else Position(epoch=epoch + 1)
         epoch, cursor = epoch + 1, 0
+
+
+def shares(
+    packs: Iterator[tuple[tuple[int, ...], Position]], *, each_step: int, rank: int, ranks: int
+) -> Iterator[tuple[tuple[int, ...], Position]]:
+    """One rank's packs: of every `each_step` packs that one step takes each `ranks`th, with the position after all."""
+    for group in itertools.batched(packs, each_step):
+        after = group[-1][1]
+        yield from ((indices, after) for indices, _ in group[rank::ranks])
