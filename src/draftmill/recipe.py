@@ -101,7 +101,9 @@ class Train(_Section):
     The packs of a step are shared by the ranks that torchrun starts; a rank goes through its own one after another.
 
     `train_head` false keeps the target's own output embedding. `noise` blurs the states that the draft reads,
-    uniformly by up to so many standard deviations, which keeps a draft from learning a small store by heart.
+    uniformly by up to so many standard deviations, which keeps a draft from learning a small store by heart. The draft
+    is that of the validation with the longest acceptance length; after `patience` validations that are no longer,
+    training ends.
     """
 
     steps: int = Field(default=1000, ge=1)
@@ -122,6 +124,7 @@ class Train(_Section):
     checkpoint_steps: int = Field(default=100, ge=1)
     keep_checkpoints: int = Field(default=2, ge=1)
     validate_steps: int = Field(default=100, ge=1)
+    patience: int | None = Field(default=None, ge=1)
 
 
 class Prompts(_Section):

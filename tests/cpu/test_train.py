@@ -194,7 +194,8 @@ def test_the_loss_falls_on_both_stores(make: Callable[..., Recipe]) -> None:
     assert validations[-1]["val_loss"] < validations[0]["val_loss"]
     assert validations[-1]["val_acceptance_length"] > 1.2
     assert len(validations[-1]["val_accuracy"]) == 3
-    assert len(list(recipe.folder.checkpoints.iterdir())) == 2
+    names = [path.name.partition("-")[0] for path in recipe.folder.checkpoints.iterdir()]
+    assert sorted(names) == ["best", "step", "step"]
     assert any("tfevents" in path.name for path in recipe.folder.tensorboard.iterdir())
 
 
@@ -527,7 +528,8 @@ def test_the_draft_loads_in_speculators(unbroken: Recipe) -> None:
     assert config.speculators_config.verifier.name_or_path == str(unbroken.target_folder.resolve())
     assert config.transformer_layer_config.rope_theta == 5000.0
     assert config.transformer_layer_config.rope_scaling["factor"] == 2.0
-    for name, value in trained_weights(unbroken).items():
+    (best,) = unbroken.folder.checkpoints.glob("best-*")
+    for name, value in torch.load(best / "state.pt", weights_only=True).items():
         assert torch.equal(model.state_dict()[name], value.to(torch.bfloat16).float()), name
 
 
@@ -579,7 +581,8 @@ def test_training_json_says_what_the_draft_was_trained_on(unbroken: Recipe) -> N
     assert found["layers"]["ids"] == list(IDS)
     assert (found["steps"], found["samples"], found["device"]) == (12, 20, "cpu")
     assert 0.9 < found["draft_vocabulary"]["coverage"] <= 1.0
-    assert found["held_out"]["val_loss"] == [line for line in lines(unbroken) if "val_loss" in line][-1]["val_loss"]
+    best = max((line for line in lines(unbroken) if "val_loss" in line), key=lambda line: line["val_acceptance_length"])
+    assert (found["best_step"], found["held_out"]["val_loss"]) == (best["step"], best["val_loss"])
 
 
 def poisoned(sample: Sample) -> Sample:
@@ -591,6 +594,63 @@ def poisoned(sample: Sample) -> Sample:
         hidden_states=sample.hidden_states,
         last_hidden_state=states,
     )
+
+
+def weights_of(draft: Path) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(draft / "model.safetensors")
+
+
+def test_the_draft_is_the_best_of_the_validations_and_training_ends_when_there_is_no_better(
+    make: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = [1.2, 1.5, 1.5, 1.1]  # after steps 5, 10, 15 and 20; what is as long is no better
+    validate, seen = loop.validate, dict[int, dict[str, Tensor]]()
+
+    def scripted(state: loop.Run, samples: data.Samples) -> dict[str, Any]:
+        seen[state.step] = {name: value.detach().clone() for name, value in state.trained.items()}
+        return {**validate(state, samples), "val_acceptance_length": lengths[state.step // 5 - 1]}
+
+    monkeypatch.setattr(loop, "validate", scripted)
+    whole = make("whole", steps=40, extra="patience = 2")
+    train(whole)
+    assert [line["step"] for line in lines(whole)] == list(range(1, 21))
+    told = json.loads((whole.folder.draft / "training.json").read_text())
+    assert (told["steps"], told["best_step"], told["held_out"]["val_acceptance_length"]) == (20, 10, 1.5)
+    weights = weights_of(whole.folder.draft)
+    for name, value in seen[10].items():
+        assert torch.equal(weights[name], value.to(torch.bfloat16)), name
+    assert not torch.equal(seen[20]["fc.weight"], seen[10]["fc.weight"])
+    # One that is stopped between two validations knows the best, and how long ago it was.
+    broken = make("broken", steps=40, extra="patience = 2")
+    step = loop.step
+
+    def stopping(state: loop.Run, feed: Any) -> dict[str, Any]:
+        if state.step == 13:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(state, feed)
+
+    monkeypatch.setattr(loop, "step", stopping)
+    with pytest.raises(Interrupted, match="after step 14"):
+        train(broken)
+    monkeypatch.setattr(loop, "step", step)
+    train(broken)
+    assert losses(broken) == losses(whole)
+    assert all(torch.equal(value, weights[name]) for name, value in weights_of(broken.folder.draft).items())
+
+
+def test_the_best_weights_have_to_be_there(make: Callable[..., Recipe]) -> None:
+    import shutil
+
+    recipe = make(steps=5)
+    train(recipe)
+    shutil.rmtree(recipe.folder.draft)
+    (best,) = recipe.folder.checkpoints.glob("best-*")
+    (best / "state.pt").write_bytes((best / "state.pt").read_bytes()[:-40])
+    with pytest.raises(TrainingError, match="best validation, after step 5, cannot be read"):
+        train(recipe)
+    assert not recipe.folder.draft.exists()
 
 
 def test_nan_in_a_sample_names_the_sample(make: Callable[..., Recipe], samples: list[Sample]) -> None:
@@ -619,10 +679,10 @@ def test_a_nan_loss_names_the_step_and_keeps_the_last_checkpoint(
     calls: list[int] = []
     recipe = make(extra="")
     monkeypatch.setattr(loss, "of_pack", of_pack)
-    monkeypatch.setattr(loop, "validate", lambda *_: {})
+    monkeypatch.setattr(loop, "validate", lambda *_: {"val_acceptance_length": 1.0})
     with pytest.raises(TrainingError, match="step 6: the loss is nan"):
         train(recipe)
-    assert [path.name for path in recipe.folder.checkpoints.iterdir()] == ["step-00000004"]
+    assert [path.name for path in recipe.folder.checkpoints.glob("step-*")] == ["step-00000004"]
     assert [line["step"] for line in lines(recipe)] == [1, 2, 3, 4, 5]
 
 
@@ -725,7 +785,7 @@ def test_the_files_of_another_run_are_refused(change: dict[str, Any], unbroken: 
         train(changed)
     assert sorted(path.name for path in changed.folder.checkpoints.iterdir()) == before
     # What has no effect on the weights may change.
-    settings = copy.train.model_copy(update={"checkpoint_steps": 1, "keep_checkpoints": 5, "validate_steps": 9})
+    settings = copy.train.model_copy(update={"checkpoint_steps": 1, "keep_checkpoints": 5})
     train(copy.model_copy(update={"train": settings}))
 
 

@@ -16,8 +16,8 @@ from draftmill.train.ranks import Ranks
 if TYPE_CHECKING:
     from draftmill.recipe import Recipe
 
-# Settings that change when something is written or measured, and never what is learnt.
-_WITHOUT_EFFECT = {"checkpoint_steps", "keep_checkpoints", "validate_steps"}
+# Settings that change when something is written, and never what is learnt.
+_WITHOUT_EFFECT = {"checkpoint_steps", "keep_checkpoints"}
 
 
 def train(recipe: Recipe) -> None:
@@ -81,8 +81,9 @@ def _train(recipe: Recipe, ranks: Ranks) -> None:
     if state.restore():
         say(f"going on after step {state.step}")
     loop.run(state)
-    if held_out and not state.last_validation:
-        state.last_validation = loop.validate(state, held_out)
+    if state.step < recipe.train.steps:
+        say(f"ended after step {state.step}: {recipe.train.patience} validations in a row were no better")
+    state.take_best()
     if ranks.first:
         draft.export(state.model, recipe.folder.draft, _summary(state, samples, held_out, chosen))
     ranks.wait()  # a rank that has ended before the draft is whole would be taken for a failed one
@@ -120,7 +121,9 @@ def _finished(recipe: Recipe, identity: Mapping[str, object]) -> bool:
 def _summary(
     state: loop.Run, samples: data.Samples, held_out: data.Samples | None, chosen: vocabulary.Vocabulary
 ) -> dict[str, Any]:
-    """training.json: what the draft was trained on, for how long, and how it did on the held-out samples."""
+    """training.json: what the draft was trained on, for how long, and how its weights, those of `best_step`, did on the
+    held-out samples.
+    """
     vocabulary_facts = {"size": len(chosen.ids), "coverage": chosen.coverage}
     if held_out:
         vocabulary_facts["coverage_held_out"] = held_out.counts.covered(chosen.ids)
@@ -128,13 +131,14 @@ def _summary(
         "identity": state.identity,
         "layers": samples.contract.model_dump(),
         "steps": state.step,
+        "best_step": state.best.step if state.best else None,
         "epochs": state.position.epoch,
         "seconds": state.seconds,
         "device": state.device.type,
         "samples": len(samples.usable),
         "supervised_tokens": samples.supervised,
         "draft_vocabulary": vocabulary_facts,
-        "held_out": state.last_validation,
+        "held_out": state.best.figures if state.best else {},
     }
 
 

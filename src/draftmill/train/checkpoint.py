@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,16 @@ if TYPE_CHECKING:
 _STATE = "state.pt"
 _INDEX = "checkpoint.json"
 _PREFIX = "step-"
+_BEST = "best-"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Best:
+    """The best validation so far: after which step, its figures, and how many have come after it."""
+
+    step: int
+    figures: Mapping[str, Any]
+    since: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,10 +44,11 @@ class Checkpoint:
     position: Position
     seconds: float
     tensors: Mapping[str, Any]
+    best: Best | None = None
 
 
 def save(folder: Path, checkpoint: Checkpoint, *, identity: Mapping[str, object], keep: int) -> Path:
-    """Writes a checkpoint into `folder` and then deletes all but the newest `keep`.
+    """Writes a checkpoint into `folder`, and then deletes all but the newest `keep` and weights that are best no more.
 
     Args:
         identity: what the run is; `load` refuses a checkpoint of another.
@@ -55,12 +67,54 @@ def save(folder: Path, checkpoint: Checkpoint, *, identity: Mapping[str, object]
             "cursor": checkpoint.position.cursor,
             "seconds": checkpoint.seconds,
             "sha256": sha256(work / _STATE),
+            "best": asdict(checkpoint.best) if checkpoint.best else None,
             "identity": identity,
         }
         (work / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     for old in _found(folder)[:-keep]:
         shutil.rmtree(old)
+    for other in folder.glob(f"{_BEST}*"):
+        if checkpoint.best is None or other != _best_folder(folder, checkpoint.best.step):
+            shutil.rmtree(other)
     return final
+
+
+def save_best(folder: Path, step: int, trained: Mapping[str, Tensor]) -> None:
+    """Keeps the weights of the best validation, beside those that the newest checkpoint calls the best.
+
+    Raises:
+        DiskError: they cannot be written.
+    """
+    import torch
+
+    with whole_folder(_best_folder(folder, step)) as work:
+        torch.save({name: value.detach().cpu() for name, value in trained.items()}, work / _STATE)
+
+
+def load_best(folder: Path, step: int, trained: Mapping[str, Tensor]) -> None:
+    """Puts the weights of the best validation back.
+
+    Raises:
+        TrainingError: they are gone or damaged.
+    """
+    import torch
+
+    path = _best_folder(folder, step) / _STATE
+    try:
+        weights = torch.load(path, map_location="cpu", weights_only=True)
+        with torch.no_grad():
+            for name, value in trained.items():
+                value.copy_(weights[name])
+    except (OSError, RuntimeError, KeyError, pickle.UnpicklingError) as error:
+        raise TrainingError(
+            f"the weights of the best validation, after step {step}, cannot be read from {path}",
+            cause="the file was deleted, cut off or changed",
+            next_step=f"delete {folder} and train again",
+        ) from error
+
+
+def _best_folder(folder: Path, step: int) -> Path:
+    return folder / f"{_BEST}{step:08d}"
 
 
 def load(folder: Path, *, identity: Mapping[str, object]) -> Checkpoint | None:
@@ -93,6 +147,7 @@ def load(folder: Path, *, identity: Mapping[str, object]) -> Checkpoint | None:
         position=Position(epoch=index["epoch"], cursor=index["cursor"]),
         seconds=index["seconds"],
         tensors=torch.load(newest / _STATE, map_location="cpu", weights_only=True),
+        best=Best(**index["best"]) if index["best"] else None,
     )
 
 

@@ -6,7 +6,7 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from draftmill.errors import Interrupted, TrainingError
@@ -42,7 +42,7 @@ class Run:
     seconds: float = 0.0
     ranks: Ranks = field(default_factory=Ranks)
     spread: Tensor | None = None  # float [3 * H]: what the recipe's noise is a multiple of; None for no noise
-    last_validation: dict[str, Any] = field(default_factory=dict)
+    best: checkpoint.Best | None = None
 
     def __post_init__(self) -> None:
         import torch
@@ -74,8 +74,30 @@ class Run:
         if found is None:
             return False
         checkpoint.restore(found.tensors, self.optimiser, self.trained)
-        self.step, self.position, self.seconds = found.step, found.position, found.seconds
+        self.step, self.position, self.seconds, self.best = found.step, found.position, found.seconds, found.best
         return True
+
+    @property
+    def ended(self) -> bool:
+        """Whether the last step is done, or validation has not become better for as long as the recipe waits."""
+        patience, best = self.settings.patience, self.best
+        return bool(self.step >= self.settings.steps or (patience and best and best.since >= patience))
+
+    def judge(self, figures: dict[str, Any]) -> None:
+        """Takes note of a validation; the weights of the best are kept."""
+        key = "val_acceptance_length"
+        if self.best is not None and figures[key] <= self.best.figures[key]:
+            self.best = replace(self.best, since=self.best.since + 1)
+            return
+        self.best = checkpoint.Best(step=self.step, figures=figures)
+        if self.ranks.first:
+            checkpoint.save_best(self.recipe.folder.checkpoints, self.step, self.trained)
+
+    def take_best(self) -> None:
+        """Goes back to the weights of the best validation, if there was any."""
+        self.ranks.wait()  # until the first rank has written them
+        if self.best is not None:
+            checkpoint.load_best(self.recipe.folder.checkpoints, self.best.step, self.trained)
 
     def save(self) -> None:
         """Writes a checkpoint of this moment, once for all ranks."""
@@ -88,6 +110,7 @@ class Run:
                 position=self.position,
                 seconds=self.seconds,
                 tensors=checkpoint.state_of(self.optimiser, self.trained),
+                best=self.best,
             ),
             identity=self.identity,
             keep=self.settings.keep_checkpoints,
@@ -95,7 +118,7 @@ class Run:
 
 
 def run(state: Run) -> None:
-    """Trains from `state.step` to the recipe's last step, and leaves a checkpoint of it.
+    """Trains from `state.step` to the last step, the recipe's or that of its patience, and leaves a checkpoint of it.
 
     Raises:
         Interrupted: SIGTERM or Ctrl-C came; the step was finished and a checkpoint written.
@@ -113,19 +136,20 @@ def run(state: Run) -> None:
     feed = batches(own, state.train, steps=settings.ttt_steps, room=settings.pack_tokens, device=state.device)
     saved = state.step
     with contextlib.closing(feed), StopRequest() as stop, _record(state) as record:
-        while state.step < settings.steps and not ranks.any(stop.name, state.device):
+        while not state.ended and not ranks.any(stop.name, state.device):
             line = step(state, feed)
             if state.held_out and (state.step % settings.validate_steps == 0 or state.step == settings.steps):
-                state.last_validation = validate(state, state.held_out)
-                line |= state.last_validation
+                figures = validate(state, state.held_out)
+                state.judge(figures)
+                line |= figures
             if record:
                 record.write(line, _scalars(line), _note(line))
-            if state.step % settings.checkpoint_steps == 0 or state.step == settings.steps:
+            if state.step % settings.checkpoint_steps == 0 or state.ended:
                 state.save()
                 saved = state.step
         if saved != state.step:
             state.save()
-    if state.step < settings.steps:
+    if not state.ended:
         raise Interrupted(
             f"training stopped by {stop.name or 'another rank'} after step {state.step} of {settings.steps}; "
             "a checkpoint is written",
