@@ -212,6 +212,19 @@ def test_a_run_of_nothing_is_a_page_too(recipe: Recipe) -> None:
     assert found.acceptance_length == {}
 
 
+def test_the_figures_are_those_of_the_best_validation(whole: Recipe) -> None:
+    lengths = {20: 1.4, 40: 1.9, 60: 1.9, 80: 1.7}
+    rows = [{"step": s, "loss": 2.0} for s in range(1, 81)]
+    for step, length in lengths.items():
+        rows[step - 1] |= {"val_loss": step / 10, "val_accuracy": [0.5], "val_acceptance_length": length}  # type: ignore[dict-item]
+    whole.folder.metrics_jsonl.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page, found = reported(whole)
+    assert found.training is not None
+    trained = found.training
+    assert (trained.best_step, trained.held_out_loss, trained.held_out_acceptance_length) == (40, 4.0, 1.9)
+    assert "held-out loss 4.000 after step 40, the best, whose weights the draft has" in page.text
+
+
 def of_held_out(whole: Recipe, length: float, **prompts: Any) -> Recipe:
     """The run again, with its held-out prompts evaluated too."""
     path = whole.folder.prepared / "held_out.jsonl"

@@ -23,12 +23,16 @@ TOLERANCE = 0.03
 
 
 class Training(BaseModel):
-    """The end of the curves. `accuracy` a position: of the last validation, else of the last step."""
+    """The end of the curves, and the best validation, whose weights the draft has.
+
+    `accuracy` a position: of that validation, else of the last step.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     steps: int
     loss: float | None
+    best_step: int | None
     held_out_loss: float | None
     held_out_acceptance_length: float | None
     accuracy: list[float]
@@ -133,18 +137,20 @@ def gather(recipe: Recipe, points: list[sources.Point]) -> Report:
 
 
 def training(points: list[sources.Point]) -> Training | None:
-    """Where the curves end."""
+    """Where the curves end, and the first of the best validations."""
     steps = [p for p in points if p.loss is not None]
     held_out = [p for p in points if p.val_loss is not None]
     if not steps:
         return None
+    best = max(held_out, key=lambda p: p.val_acceptance_length or 0.0, default=None)
     return Training(
         steps=steps[-1].step,
         loss=steps[-1].loss,
-        held_out_loss=held_out[-1].val_loss if held_out else None,
-        held_out_acceptance_length=held_out[-1].val_acceptance_length if held_out else None,
-        accuracy=held_out[-1].val_accuracy if held_out else steps[-1].accuracy,
-        held_out=bool(held_out),
+        best_step=best.step if best else None,
+        held_out_loss=best.val_loss if best else None,
+        held_out_acceptance_length=best.val_acceptance_length if best else None,
+        accuracy=best.val_accuracy if best else steps[-1].accuracy,
+        held_out=best is not None,
     )
 
 
