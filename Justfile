@@ -57,3 +57,7 @@ test-docker *arguments: setup
 # Extraction's rate against plain prefill and what else there is; on a GPU see benchmarks/extract.py
 bench-extract *arguments: setup
     .venv/bin/python benchmarks/extract.py --out runs/bench-extract --ways plain,ours,hf --lengths 256 --tokens 16000 "$@"
+
+# Training's rate from a store against that of its step alone, on the demo's samples; on a GPU see benchmarks/train.py
+bench-train *arguments: setup
+    .venv/bin/python benchmarks/train.py --prepared runs/demo/prepared/train.jsonl --out runs/bench-train --shape tiny --pack 1024 --samples 100 --vocabulary 2048 --ways ours,resident "$@"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,6 +15,20 @@ _NOISE = 0.05  # the script's defaults, these four
 _WORKERS = 12
 _PREFETCH = 4
 _RATE = 1e-4
+_TO_RUN = 10  # the first of patches/speculators/series make it run; those after them make it right
+
+
+def environment(package: Path | None, out: Path) -> dict[str, str]:
+    """What a process needs to import the package from the folder `package`.
+
+    Without one, 0.3.0 is made in `out`, with those patches without which it does not run on this stack.
+    """
+    from draftmill import patches
+
+    made = out / "speculators"
+    if package is None and not made.exists():
+        patches.tree(patches.FOLDER, patches.pristine(), made, patches.read_series()[:_TO_RUN])
+    return {**os.environ, "PYTHONPATH": f"{package or made / 'src'}:{os.environ.get('PYTHONPATH', '')}"}
 
 
 def begin(

@@ -1,6 +1,6 @@
 """What draftmill's training is worth in serving, against speculators 0.3.0 with its API mended and nothing else.
 
-    python benchmarks/quality.py --recipe run.toml --speculators TREE --out /tmp/quality
+    python benchmarks/quality.py --recipe run.toml --out /tmp/quality
 
 On a finished run (`prepare`, `extract`, `train`) the same samples are captured as 0.3.0's generator does, each layer's
 output and the last state before the final norm, and its trainer makes a draft from them: as many steps, of as many
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -119,7 +118,9 @@ def rows(results: dict[str, Path]) -> Iterator[str]:
 
 def part(at: argparse.Namespace, name: str) -> None:
     """One part in a process of its own, which imports 0.3.0's package."""
-    library = {**os.environ, "PYTHONPATH": f"{at.speculators}:{os.environ.get('PYTHONPATH', '')}"}
+    from library import environment
+
+    library = environment(at.speculators, at.out)
     subprocess.run([sys.executable, __file__, *sys.argv[1:], "--only", name], env=library, check=True)
 
 
@@ -127,7 +128,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--recipe", type=Path, required=True, help="of the finished run")
     parser.add_argument("--out", type=Path, required=True, help="a folder for everything that is not the run's")
-    parser.add_argument("--speculators", type=Path, required=True, help="a folder with the package as 0.3.0 has it")
+    parser.add_argument("--speculators", type=Path, help="a folder with the package to measure; 0.3.0, made here")
     parser.add_argument("--rates", default="1e-4", help="learning rates of 0.3.0's trainer; 1e-4 is its default")
     parser.add_argument("--only", help="capture, or a learning rate: that part, and no table")
     at = parser.parse_args()

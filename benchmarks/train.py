@@ -1,11 +1,12 @@
 """The trainer's rate and memory against those of speculators 0.3.0's, on the same samples in one run.
 
-    python benchmarks/train.py --prepared train.jsonl --speculators TREE --out /tmp/bench
+    python benchmarks/train.py --prepared train.jsonl --out /tmp/bench
 
 Each way runs in a process of its own: draftmill's `train`, from its store; its step alone, on packs that are on the
-device already; and the trainer of a tree of speculators 0.3.0 with its own loader, from files of its own format. The
-draft is one layer for the shape of Llama-3.1-8B, with 32,000 draft tokens, packs of 8,192 and three TTT steps; states
-are random, token ids, lengths and masks are those of prepared conversations. Prints a table, and writes it to table.md.
+device already; and the trainer of speculators 0.3.0, which needs a GPU, with its own loader, from files of its own
+format. The draft is one layer for the shape of Llama-3.1-8B, with 32,000 draft tokens, packs of 8,192 and three TTT
+steps; states are random, token ids, lengths and masks are those of prepared conversations. Prints a table, and writes
+it to table.md.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import subprocess
 import sys
 import time
@@ -239,19 +239,21 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=32000, help="of the draft")
     parser.add_argument("--resident", type=int, default=8, help="packs on the device at once, for the step alone")
     parser.add_argument("--ways", default=",".join(WAYS))
-    parser.add_argument("--speculators", type=Path, help="a folder that holds the package speculators as 0.3.0 has it")
+    parser.add_argument("--speculators", type=Path, help="a folder with the package to measure; 0.3.0, made here")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--only", help=argparse.SUPPRESS)  # this process is one way
     at = parser.parse_args()
     if at.only:
         run(at.only, at)
         return
+    from library import environment
+
     if not (at.out / "target").exists():
         make(at)
     for way in at.ways.split(","):
-        there = {"PYTHONPATH": f"{at.speculators}:{os.environ.get('PYTHONPATH', '')}"} if way == "speculators" else {}
         command = [sys.executable, __file__, *sys.argv[1:], "--only", way]
-        done = subprocess.run(command, env={**os.environ, **there}, check=False)
+        there = environment(at.speculators, at.out) if way == "speculators" else None
+        done = subprocess.run(command, env=there, check=False)
         if done.returncode:
             sys.stdout.write(f"{way} failed\n")
     (at.out / "table.md").write_text(table(at.out), encoding="utf-8")
