@@ -93,22 +93,22 @@ class Scripted:
     name, version, dtype, device = "vllm", "1", "bfloat16", "none"
 
     def gap(self, token_ids: list[int]) -> float:
-        assert list(token_ids) == [1, 1, 7]
-        return 0.25
+        return {(1, 1, 7): 0.25, (2, 2): 0.5}[tuple(token_ids)]
 
 
 def test_a_set_is_compared_with_the_targets_own_output() -> None:
     prompts = [Prompt(id=f"p{i}", token_ids=(i, i)) for i in range(3)]
     plain = Decoded(outputs=[[7], [7, 8], [7]], seconds=2.0, counts=[])
     found = Decoded(
-        outputs=[[7], [7, 9], [7]],
+        outputs=[[7], [7, 9], [8]],
         seconds=4.0,
         counts=[counts(1), counts(1), counts()],
         totals=Counts(drafts=2, accepted=(2, 1, 0)),
     )
     s = evaluate.compare(Scripted(), "set", prompts, found, plain, seed=0)  # type: ignore[arg-type]
-    assert (s.equal, s.prompts, s.tokens, s.tokens_per_second, s.plain_tokens_per_second) == (2, 3, 4, 1.0, 2.0)
+    assert (s.equal, s.prompts, s.tokens, s.tokens_per_second, s.plain_tokens_per_second) == (1, 3, 4, 1.0, 2.0)
     assert s.first_difference == results.Difference(prompt="p1", position=1, expected=8, found=9, top2_gap=0.25)
+    assert s.largest_gap == 0.5
     # The engine's own totals decide, and the interval is around them.
     assert (s.acceptance_length, s.acceptance_per_position) == (2.5, [1.0, 0.5, 0.0])
     assert s.interval.low <= 2.5 <= s.interval.high

@@ -208,18 +208,10 @@ def compare(
     """One set's figures. `found` was decoded with the draft, `expected` by the target alone."""
     totals = found.totals or results.total(found.counts)
     length = results.acceptance_length(totals)
-    different = results.differing(expected.outputs, found.outputs)
-    first = None
-    if different:
-        index, position = different[0]
-        a, b = expected.outputs[index], found.outputs[index]
-        first = Difference(
-            prompt=prompts[index].id,
-            position=position,
-            expected=a[position] if position < len(a) else None,
-            found=b[position] if position < len(b) else None,
-            top2_gap=engine.gap([*prompts[index].token_ids, *a[:position]]),
-        )
+    differences = [
+        _difference(engine, prompts[index], position, expected.outputs[index], found.outputs[index])
+        for index, position in results.differing(expected.outputs, found.outputs)
+    ]
     return SetResult(
         name=name,
         prompts=len(prompts),
@@ -230,13 +222,26 @@ def compare(
         acceptance_length=length,
         interval=results.interval(found.counts, centre=length, seed=seed),
         acceptance_per_position=[a / totals.drafts for a in totals.accepted],
-        equal=len(prompts) - len(different),
-        first_difference=first,
+        equal=len(prompts) - len(differences),
+        first_difference=differences[0] if differences else None,
+        largest_gap=max((d.top2_gap for d in differences), default=None),
         seconds=found.seconds,
         tokens_per_second=found.tokens / found.seconds,
         plain_seconds=expected.seconds,
         plain_tokens_per_second=expected.tokens / expected.seconds,
         rates=[],
+    )
+
+
+def _difference(
+    engine: Engine, prompt: Prompt, position: int, expected: Sequence[int], found: Sequence[int]
+) -> Difference:
+    return Difference(
+        prompt=prompt.id,
+        position=position,
+        expected=expected[position] if position < len(expected) else None,
+        found=found[position] if position < len(found) else None,
+        top2_gap=engine.gap([*prompt.token_ids, *expected[:position]]),
     )
 
 
@@ -285,6 +290,7 @@ def _say(evaluation: Evaluation, end: str) -> None:
         if d := s.first_difference:
             sys.stdout.write(
                 f"{s.name}: the first difference is in prompt {d.prompt} at token {d.position}: {d.found} for "
-                f"{d.expected}, where the target's two best logits are {d.top2_gap:.3g} apart\n"
+                f"{d.expected}, where the target's two best logits are {d.top2_gap:.3g} apart; in all that differ at "
+                f"most {s.largest_gap:.3g}\n"
             )
     sys.stdout.write(f"{end}\n")

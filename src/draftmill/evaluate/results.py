@@ -78,7 +78,7 @@ class Difference(_Record):
     position: int
     expected: int | None
     found: int | None
-    top2_gap: float | None
+    top2_gap: float
 
 
 class Rate(_Record):
@@ -90,7 +90,10 @@ class Rate(_Record):
 
 
 class SetResult(_Record):
-    """One prompt set. `plain_*` is the target alone, by the engine's own decoding; rates are output tokens a second."""
+    """One prompt set. `plain_*` is the target alone, by the engine's own decoding; rates are output tokens a second.
+
+    `largest_gap` is the largest `top2_gap` of all outputs that differ: where it is within rounding, so are they.
+    """
 
     name: str
     prompts: int
@@ -103,6 +106,7 @@ class SetResult(_Record):
     acceptance_per_position: list[float]
     equal: int
     first_difference: Difference | None
+    largest_gap: float | None
     seconds: float
     tokens_per_second: float
     plain_seconds: float

@@ -102,6 +102,7 @@ class SetResult(_Source):
     acceptance_per_position: list[float]
     equal: int
     first_difference: Difference | None
+    largest_gap: float | None = None
     tokens_per_second: float
     plain_tokens_per_second: float
     rates: list[Rate] = []
