@@ -141,6 +141,8 @@ def test_samples_give_what_comes_before_their_first_answer(tmp_path: Path) -> No
     assert load(path, "tokens", limit=2) == [("a", [5, 6]), ("b", [1])]
     with pytest.raises(DataError, match="longer than 1 tokens: a"):
         load(path, "tokens", room=1)
+    with pytest.raises(DataError, match="line 1: token id 9 is outside the target's vocabulary of 9"):
+        prompts.load(Prompts(name="set", format="tokens", path=str(path)), Words(), room=50, vocab_size=9)
     path.write_text('{"input_ids": [1], "loss_mask": []}\n')
     with pytest.raises(DataError, match="line 1: 1 input_ids and 0 values"):
         load(path, "tokens")

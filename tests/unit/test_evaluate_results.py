@@ -178,6 +178,9 @@ def test_requests_are_kept_in_flight_up_to_the_number_asked_for(engine: tuple[vl
     assert (server.most, sum(ticks)) == (2, 7)
     made.decode(prompts, ticks.append, drafting=False)
     assert server.most == 7
+    server.most = 0
+    made.decode([[number] for number in range(20)], ticks.append, drafting=False)
+    assert server.most == 8  # the batch, though as many as 16 are measured
 
 
 def test_a_rate_is_taken_with_each_number_of_requests_in_flight(engine: tuple[vllm_engine.VllmEngine, Server]) -> None:

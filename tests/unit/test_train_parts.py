@@ -5,6 +5,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import get_args
@@ -155,6 +156,27 @@ def test_the_newest_checkpoint_comes_back_and_old_ones_go(tmp_path: Path) -> Non
     assert found is not None
     assert (found.step, found.position, found.seconds) == (100, order.Position(epoch=10, cursor=0), 150.0)
     assert found.tensors["model"]["w"].tolist() == [100.0] * 3
+
+
+def test_the_best_weights_stay_for_as_long_as_a_checkpoint_calls_them_so(tmp_path: Path) -> None:
+    trained = {"w": torch.zeros(3)}
+    for step, best in ((10, 10), (20, 10), (30, 30)):
+        if step == best:
+            checkpoint.save_best(tmp_path, step, {"w": torch.full((3,), float(step))})
+        found = replace(a_checkpoint(step), best=checkpoint.Best(step=best, figures={"x": 1.5}, since=step - best))
+        checkpoint.save(tmp_path, found, identity=IDENTITY, keep=2)
+    # Without the newest, as its own error message advises where it is damaged, training goes on from the one before.
+    shutil.rmtree(tmp_path / "step-00000030")
+    before = checkpoint.load(tmp_path, identity=IDENTITY)
+    assert before is not None
+    assert before.best == checkpoint.Best(step=10, figures={"x": 1.5}, since=10)
+    checkpoint.load_best(tmp_path, 10, trained)
+    assert trained["w"].tolist() == [10.0] * 3
+    # When no checkpoint calls them the best any more they go.
+    for step in (40, 50):
+        later = replace(a_checkpoint(step), best=checkpoint.Best(step=30, figures={}))
+        checkpoint.save(tmp_path, later, identity=IDENTITY, keep=2)
+    assert sorted(path.name for path in tmp_path.glob("best-*")) == ["best-00000030"]
 
 
 def test_a_checkpoint_of_another_run_is_refused_and_kept(tmp_path: Path) -> None:

@@ -134,7 +134,10 @@ def read(recipe: Recipe) -> Inputs:
     if engine == "reference" and getattr(config, "use_sliding_window", True):
         limit = min(limit, getattr(config, "sliding_window", None) or limit)  # its loop attends to everything
     room = limit - recipe.evaluate.max_new_tokens - recipe.evaluate.draft_tokens
-    sets = {p.name: prompt_files.load(p, tokenizer, room=room) for p in recipe.evaluate.prompts}
+    sets = {
+        p.name: prompt_files.load(p, tokenizer, room=room, vocab_size=config.vocab_size)
+        for p in recipe.evaluate.prompts
+    }
     if len(sets) < len(recipe.evaluate.prompts):
         raise RecipeError("two prompt sets have the same name", next_step="give each its own")
     return Inputs(
@@ -187,10 +190,9 @@ def measure(engine: Engine, sets: dict[str, list[Prompt]], *, concurrency: Seque
                 token_ids = [p.token_ids for p in prompts]
                 decoded[name, drafting] = engine.decode(token_ids, tick, drafting=drafting)
                 rates[name, drafting] = engine.rates(token_ids, drafting=drafting)
+    paired = {name: _rates(concurrency, rates[name, True], rates[name, False]) for name in sets}
     return [
-        compare(engine, name, prompts, decoded[name, True], decoded[name, False], seed=seed).model_copy(
-            update={"rates": _rates(concurrency, rates[name, True], rates[name, False])}
-        )
+        compare(engine, name, prompts, decoded[name, True], decoded[name, False], seed=seed, rates=paired[name])
         for name, prompts in sets.items()
     ]
 
@@ -203,7 +205,14 @@ def _rates(concurrency: Sequence[int], drafting: Sequence[float], plain: Sequenc
 
 
 def compare(
-    engine: Engine, name: str, prompts: Sequence[Prompt], found: Decoded, expected: Decoded, *, seed: int
+    engine: Engine,
+    name: str,
+    prompts: Sequence[Prompt],
+    found: Decoded,
+    expected: Decoded,
+    *,
+    seed: int,
+    rates: Sequence[Rate] = (),
 ) -> SetResult:
     """One set's figures. `found` was decoded with the draft, `expected` by the target alone."""
     totals = found.totals or results.total(found.counts)
@@ -229,7 +238,7 @@ def compare(
         tokens_per_second=found.tokens / found.seconds,
         plain_seconds=expected.seconds,
         plain_tokens_per_second=expected.tokens / expected.seconds,
-        rates=[],
+        rates=list(rates),
     )
 
 

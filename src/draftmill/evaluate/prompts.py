@@ -28,12 +28,13 @@ class Prompt:
     token_ids: tuple[int, ...]
 
 
-def load(prompts: Prompts, tokenizer: Any, *, room: int) -> list[Prompt]:
+def load(prompts: Prompts, tokenizer: Any, *, room: int, vocab_size: int | None = None) -> list[Prompt]:
     """Reads a prompt set and applies the tokenizer's chat template.
 
     Args:
         tokenizer: the target's, as Hugging Face loads it.
         room: the most tokens a prompt may have, so that its answer still fits the target's limit.
+        vocab_size: the target's, which ids that come as such are held against.
 
     Raises:
         DataError: the file is missing, empty or cut off, a line is invalid, or a prompt does not fit.
@@ -41,7 +42,7 @@ def load(prompts: Prompts, tokenizer: Any, *, room: int) -> list[Prompt]:
     """
     path = resolve(prompts.path)
     if prompts.format == "tokens":
-        read = _before_answers(prompts, path)
+        read = _before_answers(prompts, path, vocab_size)
     else:
         rows = _rows(prompts, path)
         read = [Prompt(id=key, token_ids=_encode(tokenizer, messages, path, key)) for key, messages in rows]
@@ -58,11 +59,11 @@ def load(prompts: Prompts, tokenizer: Any, *, room: int) -> list[Prompt]:
     return read
 
 
-def _before_answers(prompts: Prompts, path: Path) -> list[Prompt]:
+def _before_answers(prompts: Prompts, path: Path, vocab_size: int | None) -> list[Prompt]:
     """Of each sample what comes before its first supervised token; of one that none precedes, nothing."""
     starts = (
         (sample.id, sample.input_ids[: sample.loss_mask.index(1)])
-        for sample in read_samples(path)
+        for sample in read_samples(path, vocab_size)
         if 1 in sample.loss_mask
     )
     taken = itertools.islice(((key, ids) for key, ids in starts if ids), prompts.limit)

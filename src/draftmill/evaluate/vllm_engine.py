@@ -78,7 +78,7 @@ class VllmEngine:
     ) -> Decoded:
         """Greedy outputs; with a draft, counts a prompt and vLLM's own counters for all of them.
 
-        At most `at_once` requests are in flight; None leaves it to vLLM.
+        At most `at_once` requests are in flight; None is the settings' `batch`.
 
         The engine is stepped by hand, since a request's tokens in one step are its accepted ones and one more: that
         gives counts a prompt, which vLLM's counters do not have. vLLM counts before it cuts an output at its end, so
@@ -101,7 +101,7 @@ class VllmEngine:
         started = time.perf_counter()
         in_flight = 0
         while waiting or in_flight:
-            while waiting and in_flight < (at_once or len(prompts)):
+            while waiting and in_flight < (at_once or self.settings.batch):
                 index, prompt = waiting.pop()
                 engine.add_request(str(index), {"prompt_token_ids": list(prompt)}, params)
                 in_flight += 1

@@ -48,7 +48,8 @@ class Checkpoint:
 
 
 def save(folder: Path, checkpoint: Checkpoint, *, identity: Mapping[str, object], keep: int) -> Path:
-    """Writes a checkpoint into `folder`, and then deletes all but the newest `keep` and weights that are best no more.
+    """Writes a checkpoint into `folder`, and then deletes all but the newest `keep` and the weights that none of
+    these calls its best.
 
     Args:
         identity: what the run is; `load` refuses a checkpoint of another.
@@ -73,10 +74,20 @@ def save(folder: Path, checkpoint: Checkpoint, *, identity: Mapping[str, object]
         (work / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     for old in _found(folder)[:-keep]:
         shutil.rmtree(old)
+    kept = {_best_of(path) for path in _found(folder)}
     for other in folder.glob(f"{_BEST}*"):
-        if checkpoint.best is None or other != _best_folder(folder, checkpoint.best.step):
+        if other.name not in kept:
             shutil.rmtree(other)
     return final
+
+
+def _best_of(checkpoint: Path) -> str | None:
+    """The folder that a checkpoint's best weights are in; None when it has none, or cannot be read."""
+    try:
+        best = json.loads((checkpoint / _INDEX).read_text(encoding="utf-8"))["best"]
+        return _best_name(best["step"]) if best else None
+    except (OSError, ValueError, KeyError):
+        return None
 
 
 def save_best(folder: Path, step: int, trained: Mapping[str, Tensor]) -> None:
@@ -87,8 +98,8 @@ def save_best(folder: Path, step: int, trained: Mapping[str, Tensor]) -> None:
     """
     import torch
 
-    with whole_folder(_best_folder(folder, step)) as work:
-        torch.save({name: value.detach().cpu() for name, value in trained.items()}, work / _STATE)
+    with whole_folder(folder / _best_name(step)) as work:
+        torch.save(_weights(trained), work / _STATE)
 
 
 def load_best(folder: Path, step: int, trained: Mapping[str, Tensor]) -> None:
@@ -99,12 +110,9 @@ def load_best(folder: Path, step: int, trained: Mapping[str, Tensor]) -> None:
     """
     import torch
 
-    path = _best_folder(folder, step) / _STATE
+    path = folder / _best_name(step) / _STATE
     try:
-        weights = torch.load(path, map_location="cpu", weights_only=True)
-        with torch.no_grad():
-            for name, value in trained.items():
-                value.copy_(weights[name])
+        _put(torch.load(path, map_location="cpu", weights_only=True), trained)
     except (OSError, RuntimeError, KeyError, pickle.UnpicklingError) as error:
         raise TrainingError(
             f"the weights of the best validation, after step {step}, cannot be read from {path}",
@@ -113,8 +121,8 @@ def load_best(folder: Path, step: int, trained: Mapping[str, Tensor]) -> None:
         ) from error
 
 
-def _best_folder(folder: Path, step: int) -> Path:
-    return folder / f"{_BEST}{step:08d}"
+def _best_name(step: int) -> str:
+    return f"{_BEST}{step:08d}"
 
 
 def load(folder: Path, *, identity: Mapping[str, object]) -> Checkpoint | None:
@@ -153,20 +161,25 @@ def load(folder: Path, *, identity: Mapping[str, object]) -> Checkpoint | None:
 
 def state_of(optimiser: Any, trained: Mapping[str, Tensor]) -> dict[str, Any]:
     """What a step depends on beside the data: trained weights, and the optimiser's state."""
-    return {
-        "model": {name: value.detach().cpu() for name, value in trained.items()},
-        "optimiser": optimiser.state_dict(),
-    }
+    return {"model": _weights(trained), "optimiser": optimiser.state_dict()}
 
 
 def restore(state: Mapping[str, Any], optimiser: Any, trained: Mapping[str, Tensor]) -> None:
     """Puts back what `state_of` took."""
+    _put(state["model"], trained)
+    optimiser.load_state_dict(state["optimiser"])
+
+
+def _weights(trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.detach().cpu() for name, value in trained.items()}
+
+
+def _put(weights: Mapping[str, Tensor], trained: Mapping[str, Tensor]) -> None:
     import torch
 
     with torch.no_grad():
         for name, value in trained.items():
-            value.copy_(state["model"][name])
-    optimiser.load_state_dict(state["optimiser"])
+            value.copy_(weights[name])
 
 
 def _same(path: Path, theirs: Mapping[str, object], ours: Mapping[str, object]) -> None:
