@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from draftmill.recipe import Recipe
+    from draftmill.train.data import Samples
     from draftmill.train.vocabulary import Vocabulary
 
 _NOISE = 0.05  # the script's defaults, these four
@@ -29,6 +31,17 @@ def environment(package: Path | None, out: Path) -> dict[str, str]:
     if package is None and not made.exists():
         patches.tree(patches.FOLDER, patches.pristine(), made, patches.read_series()[:_TO_RUN])
     return {**os.environ, "PYTHONPATH": f"{package or made / 'src'}:{os.environ.get('PYTHONPATH', '')}"}
+
+
+def opened(recipe: Recipe) -> tuple[Samples, Any, Vocabulary]:
+    """A run's training samples, its target's configuration, and the vocabulary of a draft for it."""
+    from draftmill.target import identify
+    from draftmill.train import data, draft, vocabulary
+
+    samples = data.open_train(recipe, identify(recipe.target_folder))
+    config = draft.target_config(recipe)
+    wanted = recipe.train.draft_vocab_size
+    return samples, config, vocabulary.choose(samples.counts, wanted, draft.end_tokens(recipe, config))
 
 
 def begin(

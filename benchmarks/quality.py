@@ -32,12 +32,13 @@ def capture(recipe: Recipe, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
+    from draftmill.layers import default_ids
     from draftmill.tokens import read_samples
 
     folder.mkdir(parents=True)
     model: Any = AutoModelForCausalLM.from_pretrained(recipe.target_folder, dtype=torch.bfloat16).cuda().eval()
     layers = model.model.layers
-    ids = (*default_layers(len(layers)), len(layers) - 1)
+    ids = (*default_ids(len(layers)), len(layers) - 1)  # 0.3.0's too, but it takes what these layers give
     found: dict[int, torch.Tensor] = {}
     for number in ids:
 
@@ -53,8 +54,11 @@ def capture(recipe: Recipe, folder: Path) -> None:
         for row, (number, sample) in enumerate(batch):
             length = len(sample.input_ids)
             states = [found[layer][row, :length].cpu().clone() for layer in ids]
-            ids_and_mask = torch.tensor(sample.input_ids), torch.tensor(sample.loss_mask)
-            whole = {"input_ids": ids_and_mask[0], "loss_mask": ids_and_mask[1], "hidden_states": states}
+            whole = {
+                "input_ids": torch.tensor(sample.input_ids),
+                "loss_mask": torch.tensor(sample.loss_mask),
+                "hidden_states": states,
+            }
             torch.save(whole, folder / f"data_{number}.pt")
 
 
@@ -66,27 +70,17 @@ def padded(samples: list[TokenSample]) -> torch.Tensor:
     return torch.tensor([sample.input_ids + [0] * (width - len(sample.input_ids)) for sample in samples]).cuda()
 
 
-def default_layers(count: int) -> tuple[int, int, int]:
-    """0.3.0's and vLLM's choice: 0.3.0 takes what these layers give, vLLM serves what they are given."""
-    return 2, count // 2, count - 3
-
-
 def train(recipe: Recipe, files: Path, out: Path, rate: float) -> None:
     """Trains 0.3.0's draft and leaves it in `out` as its own checkpoint has it."""
     import torch
-    from library import begin
+    from library import begin, opened
 
     from draftmill.layers import LayerContract
-    from draftmill.target import identify
-    from draftmill.train import data, draft, vocabulary
+    from draftmill.train import draft
 
-    samples = data.open_train(recipe, identify(recipe.target_folder))
-    config = draft.target_config(recipe)
-    chosen = vocabulary.choose(samples.counts, recipe.train.draft_vocab_size, draft.end_tokens(recipe, config))
-    layers = config.get_text_config().num_hidden_layers
-    settings = draft.draft_config(
-        recipe, config, LayerContract.of(list(default_layers(layers)), layers), len(chosen.ids)
-    )
+    _, config, chosen = opened(recipe)
+    layers = LayerContract.of(None, config.get_text_config().num_hidden_layers)
+    settings = draft.draft_config(recipe, config, layers, len(chosen.ids))
     settings.transformer_layer_config.rope_theta = 10000.0  # 0.3.0 leaves the target's out
     torch.manual_seed(recipe.run.seed)
     paths = sorted(files.glob("data_*.pt"))

@@ -117,11 +117,11 @@ def recipe(at: argparse.Namespace, steps: int) -> Recipe:
 
 def ours(at: argparse.Namespace) -> dict[str, Any]:
     """One epoch of `draftmill.train`, as its metrics tell it."""
-    from draftmill.target import identify
-    from draftmill.train import data, order, train
+    from library import opened
 
-    whole = recipe(at, 1)
-    samples = data.open_train(whole, identify(whole.target_folder))
+    from draftmill.train import order, train
+
+    samples, _, _ = opened(recipe(at, 1))
     steps = len(order.packs(order.shuffled(samples.usable, seed=0, epoch=0), samples.rows, at.pack))
     whole = recipe(at, steps)
     train(whole)
@@ -142,15 +142,13 @@ def resident(at: argparse.Namespace) -> dict[str, Any]:
     import contextlib
 
     import torch
+    from library import opened
 
-    from draftmill.target import identify
-    from draftmill.train import data, draft, loop, order, vocabulary
+    from draftmill.train import draft, loop, order
     from draftmill.train.feed import batches
 
     of = recipe(at, 10_000)
-    samples = data.open_train(of, identify(of.target_folder))
-    config = draft.target_config(of)
-    chosen = vocabulary.choose(samples.counts, at.vocabulary, draft.end_tokens(of, config))
+    samples, config, chosen = opened(of)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     state = loop.Run(
         recipe=of, model=draft.build(of, config, samples.contract, chosen), train=samples, held_out=None, head=None,
@@ -182,17 +180,13 @@ def resident(at: argparse.Namespace) -> dict[str, Any]:
 
 def speculators(at: argparse.Namespace) -> dict[str, Any]:
     """One epoch of speculators 0.3.0's trainer, with the loader that its own script makes."""
-    from library import begin
+    from library import begin, opened
 
-    from draftmill.layers import LayerContract
-    from draftmill.target import identify
-    from draftmill.train import data, draft, vocabulary
+    from draftmill.train import draft
 
     of = recipe(at, 1)
-    samples = data.open_train(of, identify(of.target_folder))
-    config = draft.target_config(of)
-    chosen = vocabulary.choose(samples.counts, at.vocabulary, draft.end_tokens(of, config))
-    settings = draft.draft_config(of, config, LayerContract.of([2, 16, 29], 32), at.vocabulary)
+    samples, config, chosen = opened(of)
+    settings = draft.draft_config(of, config, samples.contract, at.vocabulary)
     files = [at.out / "files" / f"data_{index}.pt" for index in samples.usable]
     training, taken = begin(settings, chosen, files, pack=at.pack, saved=at.out / "saved")
     begun = time.monotonic()

@@ -12,7 +12,7 @@ from draftmill.extract.engine import Engine, Job
 from draftmill.layers import LayerContract
 from draftmill.recipe import Recipe
 from draftmill.store import Manifest, Sample, StoreWriter
-from draftmill.target import TargetIdentity, read_config
+from draftmill.target import TargetIdentity, identify, read_config
 from draftmill.tokens import TokenSample
 
 SHARD = 7  # samples of a shard, so that there are several, and they end anywhere
@@ -37,6 +37,19 @@ prompts = [{{ name = "unused", format = "messages", path = "unused" }}]
 def prompts(lengths: Sequence[int], seed: int, vocabulary: int) -> list[Prompt]:
     chosen = random.Random(seed)
     return [[chosen.randrange(3, vocabulary) for _ in range(n)] for n in lengths]
+
+
+def write_store(path: Path, target: Path, samples: Sequence[Sample], layers: LayerContract) -> None:
+    """A store of made-up samples, in shards of eight."""
+    manifest = Manifest(
+        target=identify(target), tokenizer_digest="none", layers=layers, computed_in="float32",
+        dataset_digest="synthetic", lengths=tuple(len(s.input_ids) for s in samples), shard_samples=8, stack={},
+        recipe={},
+    )  # fmt: skip
+    writer = StoreWriter(path, manifest)
+    for number in range(manifest.shards):
+        writer.write(number, [samples[i] for i in manifest.samples_of(number)])
+    writer.close()
 
 
 class Extraction:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import states
 import torch
 from torch import Tensor
 
@@ -27,7 +28,7 @@ from draftmill.errors import (
 )
 from draftmill.layers import LayerContract
 from draftmill.recipe import Recipe
-from draftmill.store import Manifest, Sample, StoreWriter
+from draftmill.store import Sample
 from draftmill.target import identify
 from draftmill.train import data, draft, loop, loss, noise, order, schedule, train, ttt, vocabulary
 from draftmill.train.ranks import Ranks
@@ -125,21 +126,7 @@ def make_samples(target: Path, *, count: int, layers: tuple[int, ...] = IDS) -> 
 
 
 def write_store(path: Path, target: Path, samples: list[Sample], *, layers: tuple[int, ...] = IDS) -> None:
-    manifest = Manifest(
-        target=identify(target),
-        tokenizer_digest="none",
-        layers=LayerContract.of(layers, LAYERS),
-        computed_in="float32",
-        dataset_digest="synthetic",
-        lengths=tuple(len(s.input_ids) for s in samples),
-        shard_samples=8,
-        stack={},
-        recipe={},
-    )
-    writer = StoreWriter(path, manifest)
-    for number in range(manifest.shards):
-        writer.write(number, [samples[i] for i in manifest.samples_of(number)])
-    writer.close()
+    states.write_store(path, target, samples, LayerContract.of(layers, LAYERS))
 
 
 @pytest.fixture

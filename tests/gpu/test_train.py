@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import states
 import torch
 
 from draftmill import train
 from draftmill.layers import LayerContract
 from draftmill.recipe import Recipe
-from draftmill.store import Manifest, Sample, StoreWriter
-from draftmill.target import identify
+from draftmill.store import Sample
 from draftmill.train import attention, objective
 
 GPU = torch.device("cuda")
@@ -103,10 +103,6 @@ def losses(root: Path, name: str, *, noise: float, layers: int) -> list[dict[str
     lengths = (300, 40, 250, 699, 8, 512, 120, 64)
     for path, seed in ((recipe.folder.store_train, 0), (recipe.folder.store_held_out, 1)):
         generator = torch.Generator().manual_seed(seed)
-        manifest = Manifest(
-            target=identify(root / "target"), tokenizer_digest="none", layers=contract, computed_in="bfloat16",
-            dataset_digest="random", lengths=lengths, shard_samples=len(lengths), stack={}, recipe={},
-        )  # fmt: skip
         samples = []
         for length in lengths:
             *hidden, last = torch.randn(4, length, WIDTH, generator=generator).bfloat16()
@@ -118,9 +114,7 @@ def losses(root: Path, name: str, *, noise: float, layers: int) -> list[dict[str
                     last_hidden_state=last,
                 )
             )
-        writer = StoreWriter(path, manifest)
-        writer.write(0, samples)
-        writer.close()
+        states.write_store(path, root / "target", samples, contract)
     train.train(recipe)
     return [json.loads(line) for line in recipe.folder.metrics_jsonl.read_text(encoding="utf-8").splitlines()]
 

@@ -81,7 +81,7 @@ class Interval(_Source):
 class Difference(_Source):
     prompt: str
     position: int
-    top2_gap: float | None
+    top2_gap: float
 
 
 class Rate(_Source):
