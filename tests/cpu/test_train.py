@@ -496,7 +496,7 @@ def test_a_neighbour_in_the_pack_changes_nothing(layers: int, make: Callable[...
         pack = opened.pack(indices)
         rows = ttt.plan(pack, 3)
         outcome = loss.of_pack(model, pack, rows, steps=3, decay=1.0)
-        return [(v.item() * len(s), len(s)) for v, s in zip(outcome.step_losses, rows.starts, strict=True)]
+        return [(v * n, n) for v, n in zip(outcome.step_losses.tolist(), rows.starts, strict=True)]
 
     together, alone = sums((0, 1, 2)), [sums((i,)) for i in range(3)]
     for k in range(3):

@@ -68,7 +68,7 @@ def test_a_compiled_losss_gradient_is_that_in_double_precision(kind: str) -> Non
     draft, target = (3 * torch.randn(n, 3000, generator=generator) for n in (200, 150))
     rows = torch.randint(150, (200,), generator=generator)
     logits = draft.to(GPU).requires_grad_()
-    value = objective.summed(kind, compiled=True)(logits, target.to(GPU), rows.to(GPU))
+    value = objective.of_guesses(kind, compiled=True)(logits, target.to(GPU), rows.to(GPU)).sum()
     value.backward()
     exact = draft.double().requires_grad_()
     wanted = objective._LOSSES[kind](exact, target.double()[rows]).sum()

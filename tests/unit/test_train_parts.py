@@ -272,10 +272,15 @@ def pack(lengths: tuple[int, ...], mask: list[int]) -> ttt.Pack:
 
 def test_the_plan_reads_what_is_supervised_and_never_the_neighbour() -> None:
     rows = ttt.plan(pack((4, 3), [0, 1, 1, 1, 1, 0, 1]), 3)
-    starts = [rows.active[s].tolist() for s in rows.starts]
-    targets = [rows.supervised[t].tolist() for t in rows.targets]
-    assert starts == [[1, 2, 3, 4, 6], [0, 1, 2, 5], [0, 1, 4]]
-    assert targets == [[1, 2, 3, 4, 6], [1, 2, 3, 6], [2, 3, 6]]
+    active = len(rows.active)
+    guesses = zip((rows.places // active).tolist(), rows.active[rows.places % active].tolist(), strict=True)
+    told = sorted((*guess, rows.supervised[t].item()) for guess, t in zip(guesses, rows.targets, strict=True))
+    assert told == [
+        *((0, 1, 1), (0, 2, 2), (0, 3, 3), (0, 4, 4), (0, 6, 6)),
+        *((1, 0, 1), (1, 1, 2), (1, 2, 3), (1, 5, 6)),
+        *((2, 0, 2), (2, 1, 3), (2, 4, 6)),
+    ]
+    assert rows.starts == (5, 4, 3)
     assert rows.active.tolist() == [0, 1, 2, 3, 4, 5, 6]
     assert ttt.plan(pack((4, 3), [0, 0, 0, 1, 0, 0, 0]), 2).active.tolist() == [2, 3]
 
@@ -283,7 +288,20 @@ def test_the_plan_reads_what_is_supervised_and_never_the_neighbour() -> None:
 @pytest.mark.parametrize("mask", [[0, 0, 0], [1, 0, 0], [1, 1, 1]])
 def test_a_plan_of_a_sample_shorter_than_the_steps(mask: list[int]) -> None:
     rows = ttt.plan(pack((1, 1, 1), mask), 3)
-    assert [len(s) for s in rows.starts] == [sum(mask), 0, 0]
+    assert rows.starts == (sum(mask), 0, 0)
+
+
+def test_the_parts_of_a_plan_hold_every_target_and_guess_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = ttt.plan(pack((9, 4), [0, 1, 1, 1, 1, 0, 1, 1, 1, 0, 1, 1, 1]), 3)
+    monkeypatch.setattr(ttt, "_TARGETS", 4)
+    rows = ttt.plan(pack((9, 4), [0, 1, 1, 1, 1, 0, 1, 1, 1, 0, 1, 1, 1]), 3)
+    assert len(whole.parts) == 1
+    assert [len(rows.supervised[part.targets]) for part in rows.parts] == [4, 3, 3]
+    targets = torch.cat([part.rows + part.targets.start for part in rows.parts])
+    places = torch.cat([part.places for part in rows.parts])
+    assert torch.equal(targets, whole.targets) and torch.equal(places, whole.places)
+    assert torch.cat([rows.places[part.guesses] for part in rows.parts]).equal(places)
+    assert all(0 <= int(row) < part.targets.stop - part.targets.start for part in rows.parts for row in part.rows)
 
 
 @pytest.mark.parametrize(("heads", "shared"), [(4, 2), (2, 2)])
@@ -346,7 +364,7 @@ def test_a_losss_value_and_gradient_are_those_in_double_precision(kind: str, dty
     target = (3 * torch.randn(4, 17, generator=generator)).to(dtype)
     rows = torch.tensor([0, 2, 2, 3, 1])
     logits = draft.float().requires_grad_()
-    value = objective.summed(kind, compiled=False)(logits, target, rows)
+    value = objective.of_guesses(kind, compiled=False)(logits, target, rows).sum()
     value.backward()
     exact = draft.double()
 

@@ -76,7 +76,7 @@ def queries_of(rows: Tensor, lengths: Sequence[int]) -> Queries:
     return Queries(rows=rows, starts=starts, documents=documents)
 
 
-def attend(query: Tensor, first: KeysValues, own: list[KeysValues], queries: Queries, scaling: float) -> Tensor:
+def attend(query: Tensor, first: KeysValues, own: Sequence[KeysValues], queries: Queries, scaling: float) -> Tensor:
     """Attention of each query to the first step's keys of its sample up to itself, and to its own row's later keys.
 
     Args:
@@ -87,19 +87,34 @@ def attend(query: Tensor, first: KeysValues, own: list[KeysValues], queries: Que
     Returns:
         [Q, heads * head dim].
     """
-    import torch
+    from torch.utils.checkpoint import checkpoint
 
     way = by_block if query.is_cuda and query.shape[-1] >= _SMALLEST_HEAD else by_document
     mixed, total = way(query, first, queries, scaling)
     if own:
-        # The softmax over both is each part's own, weighted by its share of the sum of exponentials.
-        groups = query.shape[1] // first[0].shape[1]
-        keys, values = (torch.stack(part).repeat_interleave(groups, dim=2) for part in zip(*own, strict=True))
-        scores = (query.float() * keys.float()).sum(-1) * scaling  # [steps, Q, heads]
-        whole = torch.cat([total[None], scores]).logsumexp(0)
-        mixed = mixed * (total - whole).exp()[..., None].to(mixed.dtype)
-        mixed = mixed + ((scores - whole).exp()[..., None].to(values.dtype) * values).sum(0)
+        # Made again in the backward pass: it is little work, and its float32 parts take several times its inputs. Of
+        # `own`, what it holds now: the caller's list has grown by then.
+        kept = query, mixed, total, tuple(own), scaling
+        mixed = checkpoint(_with_own, *kept, use_reentrant=False, preserve_rng_state=False)
     return mixed.flatten(1)
+
+
+def _with_own(query: Tensor, mixed: Tensor, total: Tensor, own: Sequence[KeysValues], scaling: float) -> Tensor:
+    """Adds the rows' own later keys to the attention to the first step's, `mixed`; [Q, heads * head dim].
+
+    The softmax over both is each part's own, weighted by its share of the sum of exponentials.
+    """
+    import torch
+
+    keys, values = (torch.stack(part)[:, :, :, None] for part in zip(*own, strict=True))  # [steps, Q, KV heads, 1, dim]
+    count, shared, size = len(query), keys.shape[2], query.shape[-1]  # each key is of a group of heads
+    # [steps, Q, KV heads, heads of the group]
+    scores = (query.view(count, shared, -1, size).float() * keys.float()).sum(-1) * scaling
+    total = total.view(count, shared, -1)
+    whole = torch.cat([total[None], scores]).logsumexp(0)
+    share = (scores - whole).exp()[..., None].to(values.dtype)
+    kept = mixed.view(count, shared, -1, size) * (total - whole).exp()[..., None].to(mixed.dtype)
+    return (kept + (share * values).sum(0)).flatten(1)
 
 
 def by_document(query: Tensor, first: KeysValues, queries: Queries, scaling: float) -> KeysValues:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from draftmill.train.data import Samples
 
 _READERS = 2
-_AHEAD = 3  # packs that are read or being read while one is trained on
+_AHEAD = 2  # packs that are read or being read while one is trained on
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -268,9 +268,9 @@ def validate(state: Run, samples: Samples) -> dict[str, Any]:
             assert state.head is not None
             truth = loss.target_choice(state.head, pack, rows)
             outcome = loss.of_pack(state.model, pack, rows, steps=steps, decay=1.0, kind=settings.loss, truth=truth)
-            for k in range(settings.ttt_steps):
-                total[k] += outcome.step_losses[k].double() * len(rows.starts[k])
-                weight[k] += len(rows.starts[k])
+            starts = torch.tensor(rows.starts[: settings.ttt_steps], device=state.device)
+            total += outcome.step_losses[: settings.ttt_steps].double() * starts
+            weight += starts
             right += outcome.accepted.sum(1)
             possible += outcome.eligible.sum(1)
             accepted, eligible = outcome.accepted[:guesses].cpu(), outcome.eligible[:guesses].cpu()

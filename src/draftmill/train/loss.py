@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from draftmill.train import objective, ttt
+from draftmill.train import ttt
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,7 +16,7 @@ class Outcome:
     """What one pack gave. Steps are counted from 0 here; positions in reports from 1."""
 
     loss: Tensor  # float32 scalar, with a gradient: the steps' losses weighted by decay ** k and summed
-    step_losses: list[Tensor]  # per step, float32 scalar, unweighted
+    step_losses: Tensor  # float32 [K], unweighted
     accepted: Tensor  # bool [K, A]: from this active row the guesses of steps 0 to k are all right
     eligible: Tensor  # bool [K, A]: from this active row steps 0 to k are all supervised
 
@@ -48,27 +48,32 @@ def of_pack(
     """
     import torch
 
+    from draftmill.train.gradients import HeadLoss
+
+    hidden = torch.cat(list(ttt.unroll(model, pack, rows, steps)))
+    starts = torch.tensor(rows.starts, device=hidden.device).clamp(min=1)
+    weights = decay ** torch.arange(steps, device=hidden.device) / starts
+    step = rows.places // max(len(rows.active), 1)
+    states = pack.last_hidden_state[rows.supervised]
+    total, losses, guesses, choices = HeadLoss.apply(  # type: ignore[no-untyped-call]
+        hidden, model.lm_head.weight, weights[step], states, model.verifier_lm_head.weight, rows.parts, kind
+    )
     with torch.no_grad():
-        logits = model.verifier_lm_head(pack.last_hidden_state[rows.supervised])
-        best = logits.argmax(-1)
-        wanted = best + model.d2t[best] if truth is None else truth
-    of_step = objective.summed(kind, compiled=logits.is_cuda)
-    total = torch.zeros((), device=logits.device)
-    step_losses: list[Tensor] = []
-    accepted = torch.zeros(steps, len(rows.active), dtype=torch.bool, device=logits.device)
-    eligible = torch.zeros_like(accepted)
-    for k, hidden in enumerate(ttt.unroll(model, pack, rows, steps)):
-        starts, targets = rows.starts[k], rows.targets[k]
-        draft = model.lm_head(hidden[starts])
-        loss = of_step(draft, logits, targets) / max(len(starts), 1)
-        total = total + decay**k * loss
-        step_losses.append(loss.detach())
-        with torch.no_grad():
-            guess = draft.argmax(-1)
-            right = guess + model.d2t[guess] == wanted[targets]
-            accepted[k, starts] = right if k == 0 else right & accepted[k - 1, starts]
-            eligible[k, starts] = True if k == 0 else eligible[k - 1, starts]
-    return Outcome(loss=total, step_losses=step_losses, accepted=accepted & eligible, eligible=eligible)
+        wanted = choices + model.d2t[choices] if truth is None else truth
+        right, supervised = torch.zeros(2, steps * len(rows.active), dtype=torch.bool, device=hidden.device)
+        right[rows.places] = guesses + model.d2t[guesses] == wanted[rows.targets]
+        supervised[rows.places] = True
+    return Outcome(
+        loss=total,
+        step_losses=torch.zeros(steps, device=hidden.device).index_add_(0, step, losses) / starts,
+        accepted=_so_far(right, steps),
+        eligible=_so_far(supervised, steps),
+    )
+
+
+def _so_far(each: Tensor, steps: int) -> Tensor:
+    """bool [K, A]: whether it holds from step 0 to k."""
+    return each.view(steps, -1).long().cumprod(0).bool()
 
 
 def acceptance_walk(accepted: Tensor, eligible: Tensor, rows: ttt.Plan) -> tuple[int, int]:

@@ -49,18 +49,18 @@ _LOSSES = {
 
 
 @functools.cache
-def summed(name: str, *, compiled: bool) -> Any:
-    """The loss of the recipe's `train.loss`, summed over its rows, as a function of three tensors.
+def of_guesses(name: str, *, compiled: bool) -> Any:
+    """The loss of the recipe's `train.loss`, of each row, as a function of three tensors.
 
-    They are the draft's logits [S, V], the target's logits [U, V], and int64 [S]: the row of the target's that each of
-    the draft's is to be like. The sum is a float32 scalar. Compiled it is one kernel, where each of its parts would be
-    a copy of all the logits in float32.
+    They are the draft's logits [P, V], the target's logits [U, V], and int64 [P]: the row of the target's that each of
+    the draft's is to be like. The losses are float32 [P]. Compiled it is one kernel, where each of its parts would be a
+    copy of all the logits in float32.
     """
     import torch
 
     loss = _LOSSES[name]
 
-    def total(draft: Tensor, target: Tensor, rows: Tensor) -> Tensor:
-        return loss(draft.float(), target[rows].float()).sum()
+    def each(draft: Tensor, target: Tensor, rows: Tensor) -> Tensor:
+        return loss(draft.float(), target[rows].float())
 
-    return torch.compile(total, dynamic=True) if compiled else total
+    return torch.compile(each, dynamic=True) if compiled else each

@@ -13,6 +13,7 @@ token, a mask or a target of the neighbour in the pack: the last rows of a sampl
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from draftmill.train.attention import KeysValues
+
+_TARGETS = 1024  # whose logits are there at once, with those of their guesses
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +52,8 @@ class Pack:
     def finite(self) -> bool:
         """Whether no state is NaN or infinite."""
         states = (self.hidden_states, self.last_hidden_state)
-        return all(bool(part.isfinite().all()) for part in states)
+        # Extremes are NaN where anything is, and unlike a mask of every value they take no memory.
+        return all(bool(extreme.isfinite()) for part in states if part.numel() for extreme in part.aminmax())
 
     def used_by(self, stream: Any) -> None:
         """Keeps the tensors' memory until what `stream` has been given by then is done, whichever stream made them."""
@@ -58,14 +62,35 @@ class Pack:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Part:
+    """Some of the targets, and the guesses of all steps that aim at them."""
+
+    targets: slice  # in `supervised`
+    guesses: slice  # in `places`, across all parts
+    places: Tensor  # int64 [p]: step * A + place in `active` of the row that guesses
+    rows: Tensor  # int64 [p]: of each guess's target, counted from `targets.start`
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Which rows a loss reads. Row numbers are in the pack; places are in `active` and `supervised`."""
+    """Which rows a loss reads. Row numbers are in the pack; A rows are active, and a pack has P guesses in all."""
 
     supervised: Tensor  # int64 [U]: rows whose y is a target
-    starts: list[Tensor]  # per step, int64 [S_k]: places in `active` of the supervised starts
-    targets: list[Tensor]  # per step, int64 [S_k]: places in `supervised` of their targets
+    starts: tuple[int, ...]  # per step, how many rows guess
+    places: Tensor  # int64 [P]: step * A + place in `active` of the row that guesses, in the order of their targets
+    targets: Tensor  # int64 [P]: places in `supervised`, ascending
+    edges: tuple[tuple[int, int], ...]  # where parts end, in `supervised` and in `places`
     every_row: Queries
     active_rows: Queries
+
+    @property
+    def parts(self) -> list[Part]:
+        """Targets with their guesses, so many at a time that their logits take little memory."""
+        spans = itertools.pairwise(((0, 0), *self.edges))
+        return [
+            Part(targets=slice(t, u), guesses=slice(g, h), places=self.places[g:h], rows=self.targets[g:h] - t)
+            for (t, g), (u, h) in spans
+        ]
 
     @property
     def active(self) -> Tensor:
@@ -76,8 +101,10 @@ class Plan:
         """On a device, where packs have up to `room` rows."""
         return Plan(
             supervised=self.supervised.to(device, non_blocking=True),
-            starts=[s.to(device, non_blocking=True) for s in self.starts],
-            targets=[t.to(device, non_blocking=True) for t in self.targets],
+            starts=self.starts,
+            places=self.places.to(device, non_blocking=True),
+            targets=self.targets.to(device, non_blocking=True),
+            edges=self.edges,
             every_row=self.every_row.to(device, room),
             active_rows=self.active_rows.to(device, room),
         )
@@ -101,11 +128,16 @@ def plan(pack: Pack, steps: int) -> Plan:
     supervised = mask.nonzero().squeeze(1)
     place_active = torch.zeros(count, dtype=torch.long).scatter_(0, active, rows[: len(active)])
     place_target = torch.zeros(count, dtype=torch.long).scatter_(0, supervised, rows[: len(supervised)])
-    starts = [reads[k].nonzero().squeeze(1) for k in range(steps)]
+    parts = -(-len(supervised) // _TARGETS)  # of nearly equal size, so that none is of a shape all its own
+    step, start = reads.nonzero().unbind(1)
+    targets, order = place_target[start + step].sort(stable=True)
+    counts = [-(-len(supervised) * part // parts) for part in range(1, parts + 1)]
     return Plan(
         supervised=supervised,
-        starts=[place_active[s] for s in starts],
-        targets=[place_target[s + k] for k, s in enumerate(starts)],
+        starts=tuple(reads.sum(1).tolist()),
+        places=(step * len(active) + place_active[start])[order],
+        targets=targets,
+        edges=tuple(zip(counts, torch.searchsorted(targets, torch.tensor(counts)).tolist(), strict=True)),
         every_row=every_row,
         active_rows=queries_of(active, pack.lengths),
     )
@@ -145,7 +177,7 @@ def unroll(model: Any, pack: Pack, rows: Plan, steps: int) -> Iterator[Tensor]:
             attended = attend(query, first[number], own, queries, layer.self_attn.scaling)
             residual = residual if chosen is None else residual[chosen]
             hidden = residual + layer.self_attn.o_proj(attended)
-            hidden = hidden + layer.mlp(_norm(layer.post_attention_layernorm, hidden))
+            hidden = hidden + _mlp(layer.mlp, _norm(layer.post_attention_layernorm, hidden))
         yield _norm(model.norm, hidden)
 
 
@@ -167,6 +199,14 @@ def _norm(norm: Any, x: Tensor) -> Tensor:
     import torch
 
     return torch.nn.functional.rms_norm(x, norm.weight.shape, norm.weight.to(x.dtype), norm.variance_epsilon)
+
+
+def _mlp(mlp: Any, x: Tensor) -> Tensor:
+    """A `LlamaMLP`."""
+    from draftmill.train.gradients import GatedDown
+
+    found: Tensor = GatedDown.apply(mlp.gate_proj(x), mlp.up_proj(x), mlp.down_proj.weight)  # type: ignore[no-untyped-call]
+    return found
 
 
 def _keys_values(attention: Any, inputs: Tensor, rotary: tuple[Tensor, Tensor]) -> KeysValues:
