@@ -99,6 +99,8 @@ class Train(_Section):
     """The draft and its training: `steps` optimiser steps of `packs` packs of up to `pack_tokens` positions each.
 
     The packs of a step are shared by the ranks that torchrun starts; a rank goes through its own one after another.
+    With `parallel` "ddp" each has the whole draft and its optimiser's state, with "fsdp" a part of both, for less
+    memory.
 
     `train_head` false keeps the target's own output embedding. `noise` blurs the states that the draft reads,
     uniformly by up to so many standard deviations, which keeps a draft from learning a small store by heart. The draft
@@ -109,6 +111,7 @@ class Train(_Section):
     steps: int = Field(default=1000, ge=1)
     pack_tokens: int = Field(default=2048, ge=2)
     packs: int = Field(default=1, ge=1)
+    parallel: Literal["ddp", "fsdp"] = "ddp"
     learning_rate: float = Field(default=1e-3, gt=0.0)
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     warmup_steps: int = Field(default=50, ge=0)

@@ -245,8 +245,13 @@ def alone(tmp_path_factory: pytest.TempPathFactory, target: Path, samples: list[
     return recipe
 
 
-def of_ranks(folder: Path, target: Path, samples: list[Sample]) -> Recipe:
-    text = RECIPE.format(folder=folder, target=target, steps=8, extra="packs = 4\nnoise = 0.3")
+def text_of_ranks(folder: Path, target: Path, parallel: str) -> str:
+    extra = f'packs = 4\nnoise = 0.3\nparallel = "{parallel}"'
+    return RECIPE.format(folder=folder, target=target, steps=8, extra=extra)
+
+
+def of_ranks(folder: Path, target: Path, samples: list[Sample], parallel: str = "ddp") -> Recipe:
+    text = text_of_ranks(folder, target, parallel)
     (folder / "recipe.toml").write_text(text)
     recipe = Recipe.parse(text, name="ranks")
     write_store(recipe.folder.store_train, target, samples[:19])
@@ -254,15 +259,18 @@ def of_ranks(folder: Path, target: Path, samples: list[Sample]) -> Recipe:
     return recipe
 
 
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_make_the_steps_of_one_process(
-    ranks: int, alone: Recipe, target: Path, samples: list[Sample], tmp_path: Path
+    ranks: int, parallel: str, alone: Recipe, target: Path, samples: list[Sample], tmp_path: Path
 ) -> None:
-    recipe = of_ranks(tmp_path, target, samples)
+    recipe = of_ranks(tmp_path, target, samples, parallel)
     process = torchrun(tmp_path / "recipe.toml", ranks)
     told, _ = process.communicate(timeout=600)
     assert process.returncode == 0, told
     assert told.count("the draft is in") == 1
+    kept = 1 if parallel == "ddp" else 1 / ranks
+    assert f"{ranks} ranks; this one keeps {kept:.0%} of" in told
     for a, b in zip(lines(recipe), lines(alone), strict=True):
         whole = ("step", "epoch", "tokens", "supervised", "learning_rate")
         assert {key: a[key] for key in whole} == {key: b[key] for key in whole}
@@ -276,10 +284,11 @@ def test_ranks_make_the_steps_of_one_process(
     assert all(torch.allclose(ours[name], theirs[name], atol=1e-3) for name in theirs)
 
 
+@pytest.mark.parametrize(("before", "after"), [("ddp", "fsdp"), ("fsdp", "ddp"), ("fsdp", "fsdp")])
 def test_ranks_that_are_stopped_go_on_as_if_nothing_had_happened(
-    alone: Recipe, target: Path, samples: list[Sample], tmp_path: Path
+    before: str, after: str, alone: Recipe, target: Path, samples: list[Sample], tmp_path: Path
 ) -> None:
-    recipe = of_ranks(tmp_path, target, samples)
+    recipe = of_ranks(tmp_path, target, samples, before)
     process = torchrun(tmp_path / "recipe.toml", 2)
     while process.poll() is None and not (recipe.folder.metrics_jsonl.exists() and len(lines(recipe)) >= 2):
         time.sleep(0.02)
@@ -287,6 +296,7 @@ def test_ranks_that_are_stopped_go_on_as_if_nothing_had_happened(
     told, _ = process.communicate(timeout=600)
     if not recipe.folder.draft.exists():  # else it was faster than the signal
         assert "a checkpoint is written" in told
+        (tmp_path / "recipe.toml").write_text(text_of_ranks(tmp_path, target, after))
         process = torchrun(tmp_path / "recipe.toml", 4)  # as many ranks as there are, not as there were
         told, _ = process.communicate(timeout=600)
         assert process.returncode == 0, told

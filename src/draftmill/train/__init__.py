@@ -11,13 +11,13 @@ from draftmill.compute import has_cuda
 from draftmill.errors import RecipeError, TrainingError
 from draftmill.target import identify
 from draftmill.train import data, draft, loop, noise, vocabulary
-from draftmill.train.ranks import Ranks
+from draftmill.train.ranks import Ranks, here
 
 if TYPE_CHECKING:
     from draftmill.recipe import Recipe
 
 # Settings that change when something is written, and never what is learnt.
-_WITHOUT_EFFECT = {"checkpoint_steps", "keep_checkpoints"}
+_WITHOUT_EFFECT = {"checkpoint_steps", "keep_checkpoints", "parallel"}
 
 
 def train(recipe: Recipe) -> None:
@@ -78,14 +78,19 @@ def _train(recipe: Recipe, ranks: Ranks) -> None:
         ranks=ranks,
         spread=noise.spread(samples).to(device) if recipe.train.noise else None,
     )
+    if ranks.size > 1:
+        trained = state.trained.values()
+        weights, own = sum(p.numel() for p in trained), sum(here(p) for p in trained)
+        say(f"{ranks.size} ranks; this one keeps {own / weights:.0%} of {weights:,} trained weights")
     if state.restore():
         say(f"going on after step {state.step}")
     loop.run(state)
     if state.step < recipe.train.steps:
         say(f"ended after step {state.step}: {recipe.train.patience} validations in a row were no better")
     state.take_best()
+    tensors = draft.tensors(state.model)
     if ranks.first:
-        draft.export(state.model, recipe.folder.draft, _summary(state, samples, held_out, chosen))
+        draft.export(state.model.config, tensors, recipe.folder.draft, _summary(state, samples, held_out, chosen))
     ranks.wait()  # a rank that has ended before the draft is whole would be taken for a failed one
     say(f"the draft is in {recipe.folder.draft}")
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from draftmill.errors import TrainingError
 from draftmill.files import sha256, whole_folder
 from draftmill.train.order import Position
+from draftmill.train.ranks import part, whole
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -90,7 +91,7 @@ def _best_of(checkpoint: Path) -> str | None:
         return None
 
 
-def save_best(folder: Path, step: int, trained: Mapping[str, Tensor]) -> None:
+def save_best(folder: Path, step: int, weights: Mapping[str, Tensor]) -> None:
     """Keeps the weights of the best validation, beside those that the newest checkpoint calls the best.
 
     Raises:
@@ -99,7 +100,7 @@ def save_best(folder: Path, step: int, trained: Mapping[str, Tensor]) -> None:
     import torch
 
     with whole_folder(folder / _best_name(step)) as work:
-        torch.save(_weights(trained), work / _STATE)
+        torch.save(dict(weights), work / _STATE)
 
 
 def load_best(folder: Path, step: int, trained: Mapping[str, Tensor]) -> None:
@@ -160,18 +161,33 @@ def load(folder: Path, *, identity: Mapping[str, object]) -> Checkpoint | None:
 
 
 def state_of(optimiser: Any, trained: Mapping[str, Tensor]) -> dict[str, Any]:
-    """What a step depends on beside the data: trained weights, and the optimiser's state."""
-    return {"model": _weights(trained), "optimiser": optimiser.state_dict()}
+    """What a step depends on beside the data: trained weights, and the optimiser's state.
+
+    It is the same whatever number of ranks it is from, and all of them have to ask for it.
+    """
+    state = optimiser.state_dict()
+    moments = {number: {key: _copy(value) for key, value in own.items()} for number, own in state["state"].items()}
+    return {"model": weights_of(trained), "optimiser": {**state, "state": moments}}
 
 
 def restore(state: Mapping[str, Any], optimiser: Any, trained: Mapping[str, Tensor]) -> None:
     """Puts back what `state_of` took."""
     _put(state["model"], trained)
-    optimiser.load_state_dict(state["optimiser"])
+    parameters = [parameter for group in optimiser.param_groups for parameter in group["params"]]
+    moments = {
+        number: {key: part(value, parameters[number]) for key, value in own.items()}
+        for number, own in state["optimiser"]["state"].items()
+    }
+    optimiser.load_state_dict({**state["optimiser"], "state": moments})
 
 
-def _weights(trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value.detach().cpu() for name, value in trained.items()}
+def weights_of(trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The whole weights on the CPU; all ranks have to ask for them."""
+    return {name: _copy(value) for name, value in trained.items()}
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return whole(tensor.detach()).cpu()
 
 
 def _put(weights: Mapping[str, Tensor], trained: Mapping[str, Tensor]) -> None:
@@ -179,7 +195,7 @@ def _put(weights: Mapping[str, Tensor], trained: Mapping[str, Tensor]) -> None:
 
     with torch.no_grad():
         for name, value in trained.items():
-            value.copy_(weights[name])
+            value.copy_(part(weights[name], value))
 
 
 def _same(path: Path, theirs: Mapping[str, object], ours: Mapping[str, object]) -> None:

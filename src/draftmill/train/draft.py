@@ -11,8 +11,11 @@ from draftmill.errors import TargetError
 from draftmill.files import whole_folder
 from draftmill.layers import LayerContract
 from draftmill.recipe import Recipe
+from draftmill.train.ranks import whole
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from draftmill.train.vocabulary import Vocabulary
 
 TRAINING_JSON = "training.json"
@@ -161,27 +164,37 @@ def target_head(recipe: Recipe) -> Any:
     return found.get(names[0], found[names[1]]).float()
 
 
-def export(model: Any, folder: Path, training: Mapping[str, object]) -> None:
-    """Writes the draft whole or not at all: config.json, model.safetensors (bfloat16) and training.json.
+def tensors(model: Any) -> dict[str, Tensor]:
+    """What a draft's folder holds, bfloat16 on the CPU; all ranks have to ask for it.
 
     The target's embedding goes along, so that the folder loads without the target's; the target's head does not.
     """
     import torch
+
+    found = ((name, whole(value)) for name, value in model.state_dict().items() if name != "verifier_lm_head.weight")
+    return {
+        name: (value.to(torch.bfloat16) if value.is_floating_point() else value).cpu().contiguous().clone()
+        for name, value in found
+    }
+
+
+def export(config: Any, weights: Mapping[str, Tensor], folder: Path, training: Mapping[str, object]) -> None:
+    """Writes the draft whole or not at all: config.json, model.safetensors and training.json.
+
+    Args:
+        config: the model's.
+        weights: of `tensors`.
+    """
     from safetensors.torch import save_file
 
-    tensors = {
-        name: (value.to(torch.bfloat16) if value.is_floating_point() else value).cpu().contiguous().clone()
-        for name, value in model.state_dict().items()
-        if name != "verifier_lm_head.weight"
-    }
     with whole_folder(folder) as work:
-        save_file(tensors, work / "model.safetensors", metadata={"format": "pt"})
-        (work / "config.json").write_text(json.dumps(_config_json(model), indent=2) + "\n", encoding="utf-8")
+        save_file(dict(weights), work / "model.safetensors", metadata={"format": "pt"})
+        (work / "config.json").write_text(json.dumps(_config_json(config), indent=2) + "\n", encoding="utf-8")
         (work / TRAINING_JSON).write_text(json.dumps(training, indent=2) + "\n", encoding="utf-8")
 
 
-def _config_json(model: Any) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads(model.config.to_json_string())
+def _config_json(config: Any) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(config.to_json_string())
     # The library leaves out what is LlamaConfig's default; vLLM reads these with another class, whose default differs.
-    config["transformer_layer_config"]["tie_word_embeddings"] = False
-    return config
+    found["transformer_layer_config"]["tie_word_embeddings"] = False
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
 from collections.abc import Iterator, Mapping
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from draftmill.errors import Interrupted, TrainingError
 from draftmill.train import checkpoint, loss, noise, order, schedule
 from draftmill.train.feed import Batch, batches
-from draftmill.train.ranks import Ranks
+from draftmill.train.ranks import Ranks, gathered, whole
 from draftmill.train.record import Record
 from draftmill.train.signals import StopRequest
 
@@ -48,11 +49,17 @@ class Run:
         import torch
 
         self.model.to(self.device)
-        self.trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         if self.device.type == "cuda":
-            for name, parameter in self.model.named_parameters():
-                if name not in self.trained:  # the target's own, which were bfloat16 before they were read
+            for parameter in self.model.parameters():
+                if not parameter.requires_grad:  # the target's own, which were bfloat16 before they were read
                     parameter.data = parameter.data.to(torch.bfloat16)
+        self.sharded = self.settings.parallel == "fsdp" and self.ranks.size > 1
+        self.of_pack = (
+            self.ranks.shard(self.model, loss.of_pack, self.device)
+            if self.sharded
+            else functools.partial(loss.of_pack, self.model)
+        )
+        self.trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         # Decay pulls matrices towards zero; a norm's scale is meant to be near one.
         groups = [
             {"params": [p for p in self.trained.values() if p.ndim > 1], "weight_decay": self.settings.weight_decay},
@@ -90,8 +97,9 @@ class Run:
             self.best = replace(self.best, since=self.best.since + 1)
             return
         self.best = checkpoint.Best(step=self.step, figures=figures)
+        weights = checkpoint.weights_of(self.trained)
         if self.ranks.first:
-            checkpoint.save_best(self.recipe.folder.checkpoints, self.step, self.trained)
+            checkpoint.save_best(self.recipe.folder.checkpoints, self.step, weights)
 
     def take_best(self) -> None:
         """Goes back to the weights of the best validation, if there was any."""
@@ -101,6 +109,7 @@ class Run:
 
     def save(self) -> None:
         """Writes a checkpoint of this moment, once for all ranks."""
+        tensors = checkpoint.state_of(self.optimiser, self.trained)
         if not self.ranks.first:
             return
         checkpoint.save(
@@ -109,7 +118,7 @@ class Run:
                 step=self.step,
                 position=self.position,
                 seconds=self.seconds,
-                tensors=checkpoint.state_of(self.optimiser, self.trained),
+                tensors=tensors,
                 best=self.best,
             ),
             identity=self.identity,
@@ -198,8 +207,10 @@ def step(state: Run, feed: Iterator[Batch[order.Position]]) -> dict[str, Any]:
         size += torch.tensor([len(batch.pack.input_ids), len(batch.rows.supervised)])
         indices += batch.indices
     size = size.to(state.device)
-    ranks.add([total, right, possible, size, *(p.grad for p in state.trained.values() if p.grad is not None)])
-    norm = torch.nn.utils.clip_grad_norm_(state.trained.values(), settings.clip_norm)
+    # FSDP has summed the gradients already, in the backward pass.
+    slopes = () if state.sharded else (p.grad for p in state.trained.values() if p.grad is not None)
+    ranks.add([total, right, possible, size, *slopes])
+    norm = whole(torch.nn.utils.clip_grad_norm_(state.trained.values(), settings.clip_norm))
     value, slope = total.item(), norm.item()
     if not (math.isfinite(value) and math.isfinite(slope)):
         raise TrainingError(
@@ -232,14 +243,14 @@ def _outcome(state: Run, batch: Batch[order.Position], *, seed: str) -> loss.Out
     if state.spread is not None:
         pack = noise.blurred(pack, state.spread, settings.noise, seed=seed)
     with _precision(state.device):
-        return loss.of_pack(
-            state.model,
+        outcome: loss.Outcome = state.of_pack(
             pack,
             batch.rows,
             steps=settings.ttt_steps,
             decay=settings.ttt_step_loss_decay,
             kind=settings.loss,
         )
+        return outcome
 
 
 def validate(state: Run, samples: Samples) -> dict[str, Any]:
@@ -260,7 +271,7 @@ def validate(state: Run, samples: Samples) -> dict[str, Any]:
     right, possible = torch.zeros(2, steps, dtype=torch.long, device=state.device)
     walk = torch.zeros(2, dtype=torch.long)  # tokens gained, and verifications
     state.model.eval()
-    with torch.no_grad(), _precision(state.device):
+    with torch.no_grad(), _precision(state.device), gathered(state.model):
         packs = order.packs(samples.usable, samples.rows, settings.pack_tokens)[state.ranks.rank :: state.ranks.size]
         source = ((indices, None) for indices in packs)
         for batch in batches(source, samples, steps=steps, room=settings.pack_tokens, device=state.device):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from draftmill.train import ttt
 
@@ -11,8 +10,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What one pack gave. Steps are counted from 0 here; positions in reports from 1."""
 
     loss: Tensor  # float32 scalar, with a gradient: the steps' losses weighted by decay ** k and summed
