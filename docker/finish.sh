@@ -7,5 +7,6 @@ variant=$1 vllm_from=$2
 mkdir /opt/draftmill
 cp /mnt/audit.json /mnt/entrypoint.sh /opt/draftmill/
 ours=draftmill,speculators$([ "$vllm_from" = wheel ] || echo ,vllm)
+/opt/venv/bin/draftmill --version >/dev/null # it starts: the lock has all that it imports
 /opt/venv/bin/python -m draftmill.manifest check --ours "$ours" "/mnt/lockfiles/pylock.$variant.toml" \
     /opt/venv/lib/python3.12/site-packages /opt/draftmill/manifest.txt

