@@ -42,6 +42,11 @@ test-unit *arguments: setup
 image *arguments: setup
     @.venv/bin/draftmill image build "$@"
 
+# A fresh node: check it, then pull, verify and try the image that image.lock names
+pull *arguments:
+    @uv venv --quiet --allow-existing .host && uv pip install --quiet --python .host -r lockfiles/pylock.host.toml
+    @PYTHONPATH=src .host/bin/python -m draftmill node up "$@"
+
 # All that the image is built from, into prefetched/
 fetch *arguments: setup
     @.venv/bin/draftmill image fetch "$@"

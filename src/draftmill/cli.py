@@ -24,6 +24,7 @@ from draftmill import (
     patches,
     pins,
     prepare,
+    release,
     report,
     serve,
     store,
@@ -64,6 +65,7 @@ app.add_typer(pins_app, name="pins")
 app.add_typer(store_app, name="store")
 app.add_typer(contract.app, name="audit")
 app.add_typer(image.app, name="image")
+app.add_typer(release.node_app, name="node")
 app.command("doctor", help="Whether this machine is fit for a run.")(doctor.doctor)
 
 RecipeFile = Annotated[

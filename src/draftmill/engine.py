@@ -5,7 +5,7 @@ import contextlib
 import itertools
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,6 +79,88 @@ def layers(tag: str) -> list[Layer]:
     with client() as found:
         history = found.images.get(tag).history()
     return [Layer(size=row["Size"], made_by=" ".join(row["CreatedBy"].split())) for row in reversed(history)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far a transfer is: bytes of one of its parts, by the engine's name for that."""
+
+    part: str
+    done: int
+    total: int
+
+
+def push(tag: str, repository: str, name: str, show: Callable[[Progress], None]) -> str:
+    """Sends an image to a registry as repository:name, and returns the digest that it has there.
+
+    Raises:
+        EngineError: the registry refused it, or does not answer.
+    """
+    with client() as found:
+        found.images.get(tag).tag(repository, name)
+        events = found.api.push(repository, name, stream=True, decode=True)
+        said = [event["aux"]["Digest"] for event in _followed(events, show) if "Digest" in event.get("aux", {})]
+    return str(said[-1])
+
+
+def pull(reference: str, show: Callable[[Progress], None]) -> None:
+    """Fetches an image, named by its digest; the engine checks every layer's.
+
+    Raises:
+        EngineError: the registry refused it, does not answer, or sent something else.
+    """
+    with client() as found:
+        for _ in _followed(found.api.pull(reference, stream=True, decode=True), show):
+            pass
+
+
+def _followed(events: Iterable[dict[str, Any]], show: Callable[[Progress], None]) -> Iterator[dict[str, Any]]:
+    for event in events:
+        if "error" in event:
+            raise EngineError(f"Docker: {event['error']}", next_step="read that message; `docker info` says more")
+        detail = event.get("progressDetail") or {}
+        if detail.get("total") and event.get("status") in ("Downloading", "Pushing"):
+            show(Progress(part=event["id"], done=min(detail["current"], detail["total"]), total=detail["total"]))
+        yield event
+
+
+def published(reference: str) -> str:
+    """The digest that a registry has for an image's name.
+
+    Raises:
+        EngineError: it has none of that name, or does not answer.
+    """
+    with client(timeout=60) as found:
+        return str(found.images.get_registry_data(reference).id)
+
+
+def name(image: str, tag: str) -> None:
+    """Gives an image another tag."""
+    with client() as found:
+        found.images.get(image).tag(tag)
+
+
+def names(image: str) -> list[str]:
+    """An image's tags, and its names with a registry's digest."""
+    with client() as found:
+        attributes = found.images.get(image).attrs
+    return [*(attributes["RepoTags"] or ()), *(attributes["RepoDigests"] or ())]
+
+
+def save(tag: str) -> Iterator[bytes]:
+    """An image as `docker save` writes it, in pieces."""
+    with client() as found:
+        yield from found.images.get(tag).save(named=tag)
+
+
+def load(data: Any) -> None:
+    """Takes what `save` gave, from a file open for reading.
+
+    Raises:
+        EngineError: it is not an image.
+    """
+    with client() as found:
+        found.images.load(data)
 
 
 def digests(tag: str) -> list[str]:

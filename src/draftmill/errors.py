@@ -93,6 +93,12 @@ class EngineError(DraftmillError):
     exit_code = 21
 
 
+class ReleaseError(DraftmillError):
+    """A published image is not what it should be: its signature, its digest, its labels, a saved file's checksum."""
+
+    exit_code = 23
+
+
 class NodeError(DraftmillError):
     """A machine cannot be judged as asked, or is not fit."""
 

@@ -178,12 +178,12 @@ def build_(
     network: Network = "default",
     force: Annotated[bool, typer.Option(help="Build although the tag is there.")] = False,
 ) -> None:
-    overrides, options = _arguments(argument), [f"--build-context={one}" for one in context or []]
+    overrides, options = arguments_of(argument), [f"--build-context={one}" for one in context or []]
     if prefetched:
         network = "none"
         overrides["FILES_URL"] = PREFETCHED
         options.append(f"--build-context=prefetched={prefetched}")
-    planned = plan(_variant(variant), overrides=overrides, options=(*options, *_reach(network, ca)))
+    planned = plan(variant_of(variant), overrides=overrides, options=(*options, *_reach(network, ca)))
     built = build(planned, force=force)
     typer.echo(f"{planned.tag} {'was built' if built else 'is there already'}")
 
@@ -196,11 +196,11 @@ def fetch_(
     ca: Authority = None,
     network: Network = "default",
 ) -> None:
-    overrides = _arguments(argument)
+    overrides = arguments_of(argument)
     urls = {name: overrides.get(name, url) for name, url in MIRRORS.items()}
-    size = fetch.fetch(_variant(variant), out, root=Path(), index_url=urls["INDEX_URL"], files_url=urls["FILES_URL"])
+    size = fetch.fetch(variant_of(variant), out, root=Path(), index_url=urls["INDEX_URL"], files_url=urls["FILES_URL"])
     # Debian's packages are what the bases lack, which the bases alone know.
-    planned = plan(_variant(variant), overrides=overrides)
+    planned = plan(variant_of(variant), overrides=overrides)
     wanted = ("--target=debs", "--build-arg=KEEP_DEBS=1", f"--output=type=local,dest={out}", *_reach(network, ca))
     engine.build(DOCKERFILE, Path(), None, planned.arguments, (*planned.options, *wanted))
     typer.echo(f"{out} holds what a build needs ({size / 1e9:.1f} GB downloaded); its bases are in the engine")
@@ -228,7 +228,12 @@ def smoke_(tag: Annotated[str, typer.Argument(help="An image's tag.")] = f"{NAME
     typer.echo(smoke(tag), nl=False)
 
 
-def _arguments(given: list[str] | None) -> dict[str, str]:
+def arguments_of(given: list[str] | None) -> dict[str, str]:
+    """What `--arg NAME=VALUE` gave.
+
+    Raises:
+        EngineError: one has no value.
+    """
     pairs = [one.partition("=") for one in given or []]
     if wrong := [name for name, sign, _ in pairs if not sign]:
         raise EngineError(f"--arg {wrong[0]} gives no value", next_step=f"write --arg {wrong[0]}=VALUE")
@@ -240,7 +245,12 @@ def _reach(network: str, ca: Path | None) -> tuple[str, ...]:
     return (f"--network={network}", *([f"--secret=id=ca,src={ca}"] if ca else []))
 
 
-def _variant(name: str) -> Variant:
+def variant_of(name: str) -> Variant:
+    """The variant of that name.
+
+    Raises:
+        EngineError: there is none.
+    """
     for variant in VARIANTS:
         if name == variant:
             return variant

@@ -10,7 +10,10 @@ SOURCE = Path(__file__).parents[2] / "src" / "draftmill"
 LEVELS = {
     0: {"errors", "process", "files"},
     1: {"pins", "recipe", "layers", "shard", "store", "tokens", "target", "compute"},
-    2: {"patches", "environment", "image", "engine", "fetch", "manifest", "fatbin", "node", "doctor", "contract"},
+    2: {
+        *("patches", "environment", "image", "engine", "fetch", "manifest", "fatbin", "node", "doctor", "contract"),
+        *("release", "cosign", "archive"),
+    },
     3: {"prepare", "extract", "train", "evaluate", "serve", "report"},
     4: {"cli"},
     5: {"__main__"},

@@ -43,6 +43,17 @@ def judge(machine: Node, profile: Profile) -> list[Row]:
     return rows
 
 
+def profile_of(name: str) -> Profile:
+    """What a machine is to be.
+
+    Raises:
+        NodeError: there is no profile of that name.
+    """
+    if name not in PROFILES:
+        raise NodeError(f"there is no profile {name}", next_step=f"name one of {', '.join(PROFILES)}")
+    return PROFILES[name]
+
+
 def exit_code(rows: list[Row]) -> int:
     """0: usable; 1: something critical; 2: no verdict, since something could not be read."""
     verdicts = {one.verdict for one in rows}
@@ -62,9 +73,8 @@ def doctor(
     every: Annotated[bool, typer.Option("--all", help="Show what is as it should be, too.")] = False,
 ) -> None:
     """`draftmill doctor`: ends with 0 (usable), 1 (not) or 2 (no verdict: something could not be read)."""
-    if profile not in PROFILES:
-        raise NodeError(f"there is no profile {profile}", next_step=f"name one of {', '.join(PROFILES)}")
-    machine, wanted = node(runs), PROFILES[profile]
+    wanted = profile_of(profile)
+    machine = node(runs)
     rows = judge(machine, wanted)
     if output:
         typer.echo(as_json(wanted, rows))
